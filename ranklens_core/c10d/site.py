@@ -1,0 +1,110 @@
+"""Where in the program a call was made, and what for, from the Python stack.
+
+Looked up for every call, so frames are judged once per code object and only integers are compared.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+
+import torch
+
+from ranklens_core.schema import Purpose
+
+_TORCH = str(Path(torch.__file__).parent) + "/"
+_OURS = str(Path(__file__).parents[1]) + "/"
+_NOT_THE_PROGRAM = tuple(
+    {
+        *(path.rstrip("/") + "/" for path in sysconfig.get_paths().values() if path),
+        _OURS,
+        "<frozen",
+        "<string>",
+    }
+)
+
+_OBJECT_FUNCTIONS = frozenset(
+    {
+        "all_gather_object",
+        "gather_object",
+        "broadcast_object_list",
+        "scatter_object_list",
+        "send_object_list",
+        "recv_object_list",
+        "_send_object",
+        "_recv_object",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Site:
+    """``site``: innermost frame outside torch; ``program_site``: innermost in the user's files.
+
+    Both are ``file:line function``, ``""`` where there is none.
+    """
+
+    site: str
+    program_site: str
+    purpose: Purpose | None
+
+
+class _Code:
+    __slots__ = ("is_program", "is_torch", "purpose")
+
+    def __init__(self, code: CodeType, timer_files: tuple[str, ...]) -> None:
+        name = code.co_filename
+        self.is_torch = name.startswith((_TORCH, _OURS)) or name == "<string>"
+        self.is_program = not name.startswith(_NOT_THE_PROGRAM)
+        self.purpose: Purpose | None = None
+        if self.is_torch and code.co_name in _OBJECT_FUNCTIONS:
+            self.purpose = Purpose.OBJECT
+        elif name.endswith(timer_files):
+            self.purpose = Purpose.TIMER
+
+
+class Sites:
+    """Finds the ``Site`` of the call being made. ``timer_files`` are path endings of modules that
+    communicate only to time themselves (Megatron's timers)."""
+
+    def __init__(self, timer_files: tuple[str, ...] = ()) -> None:
+        self._timer_files = timer_files
+        self._codes: dict[CodeType, _Code] = {}
+        self._sites: dict[tuple[object, ...], Site] = {}
+
+    def find(self) -> Site:
+        """The site of the calling stack."""
+        frame: FrameType | None = sys._getframe(1)
+        codes = self._codes
+        site: FrameType | None = None
+        purpose: Purpose | None = None
+        while frame is not None:
+            code = frame.f_code
+            known = codes.get(code)
+            if known is None:
+                known = codes[code] = _Code(code, self._timer_files)
+            if purpose is None:
+                purpose = known.purpose
+            if site is None and not known.is_torch:
+                site = frame
+            if known.is_program:
+                break
+            frame = frame.f_back
+        key = (
+            site and (site.f_code, site.f_lineno),
+            frame and (frame.f_code, frame.f_lineno),
+            purpose,
+        )
+        found = self._sites.get(key)
+        if found is None:
+            found = self._sites[key] = Site(_text(site), _text(frame), purpose)
+        return found
+
+
+def _text(frame: FrameType | None) -> str:
+    if frame is None:
+        return ""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"

@@ -1,0 +1,96 @@
+"""A tensor's bytes: read for addressing and keeping, written for restoring.
+
+Both go straight to memory, below autograd, dispatch modes and version counters, exactly as a
+communication library does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import pyarrow as pa
+import torch
+
+_DTYPE_NAMES: dict[torch.dtype, str] = {}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.float32`` -> ``"float32"``."""
+    name = _DTYPE_NAMES.get(dtype)
+    if name is None:
+        name = _DTYPE_NAMES[dtype] = str(dtype).removeprefix("torch.")
+    return name
+
+
+def tensor_nbytes(tensor: torch.Tensor) -> int:
+    """Bytes of a dense tensor's elements."""
+    return tensor.numel() * tensor.element_size()
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The elements of ``tensor`` in row-major order, as bytes.
+
+    A contiguous CPU tensor is viewed, not copied: use the bytes before the tensor changes. Others
+    are copied; a CUDA tensor is copied to the host, which waits for the current stream. A sparse
+    tensor is its coalesced indices followed by its values.
+    """
+    if tensor.layout is not torch.strided:
+        sparse = tensor.detach().coalesce()
+        parts = (sparse.indices(), sparse.values())
+        return memoryview(b"".join(bytes(tensor_bytes(part)) for part in parts))
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes == 0:
+        return memoryview(b"")
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        tensor = tensor.detach().to("cpu", copy=True).contiguous()
+    return memoryview(_Bytes(tensor, nbytes).array).cast("B")
+
+
+class _Bytes:
+    """Keeps the tensor alive as long as a view of its memory exists."""
+
+    __slots__ = ("array",)
+
+    def __init__(self, tensor: torch.Tensor, nbytes: int) -> None:
+        self.array = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
+        # ctypes arrays take attributes, and the memoryview holds the array
+        self.array.owner = tensor  # type: ignore[attr-defined]
+
+
+def write_bytes(tensor: torch.Tensor, data: memoryview) -> None:
+    """Make ``data`` (row-major bytes) the elements of ``tensor``.
+
+    Raises ``ValueError`` if the sizes differ.
+    """
+    nbytes = tensor.numel() * tensor.element_size()
+    if tensor.layout is not torch.strided:
+        _write_sparse(tensor, data)
+        return
+    if nbytes != data.nbytes:
+        raise ValueError(f"{data.nbytes} recorded bytes do not fit a tensor of {nbytes} bytes")
+    if nbytes == 0:
+        return
+    if tensor.device.type == "cpu" and tensor.is_contiguous():
+        ctypes.memmove(tensor.data_ptr(), pa.py_buffer(data).address, nbytes)
+        return
+    # a private copy: frombuffer wants writable memory, the trace's is not
+    source = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    values = source.view(tensor.dtype).view(tensor.shape)
+    with torch._C._AutoDispatchBelowAutograd():
+        tensor.copy_(values)
+
+
+def _write_sparse(tensor: torch.Tensor, data: memoryview) -> None:
+    """Recorded bytes of a sparse tensor: int64 indices, then values."""
+    sparse_dim, dense = tensor.sparse_dim(), tensor.shape[tensor.sparse_dim() :]
+    per_entry = sparse_dim * 8 + math.prod(dense) * tensor.element_size()
+    nnz, rest = divmod(data.nbytes, per_entry)
+    if rest:
+        raise ValueError(f"{data.nbytes} recorded bytes are no whole number of {per_entry}-byte entries")
+    raw = bytearray(data)
+    split = sparse_dim * 8 * nnz
+    indices = torch.frombuffer(raw[:split], dtype=torch.int64).view(sparse_dim, nnz)
+    values = torch.frombuffer(raw[split:], dtype=torch.uint8).view(tensor.dtype).view(nnz, *dense)
+    restored = torch.sparse_coo_tensor(indices, values, tensor.shape, device=tensor.device)
+    tensor.detach().copy_(restored)

@@ -1,0 +1,159 @@
+"""Work handles whose completion RankLens sees or decides.
+
+A Work made from a future lives as long as C++ needs it and serves every way of observing it:
+``wait``, ``is_completed``, ``get_future`` (the DDP reducer), ``wait_tensor`` (functional
+collectives). A Python subclass of Work would hang its C++ waiters once Python drops it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Work, _create_work_from_future
+
+def completed_work(tensors: list[torch.Tensor], device: torch.device) -> Work:
+    """A Work that is complete, with ``tensors`` as its result."""
+    future = new_future(device)
+    future.set_result(tensors)
+    return _create_work_from_future(future)
+
+
+def new_future(device: torch.device) -> torch.futures.Future[Any]:
+    """A future that carries CUDA events where the tensors live on a GPU."""
+    return torch.futures.Future(devices=[device] if device.type == "cuda" else None)
+
+
+ORIGINAL_WAIT: Callable[..., Any] = Work.wait
+"""``Work.wait`` as torch has it: RankLens' own waiting is not the program's."""
+
+
+class CompletionWatcher:
+    """Runs a callback when a real Work completes, before anybody else can observe it."""
+
+    def __init__(self) -> None:
+        self._waiters = _Waiters()
+
+    def after(
+        self,
+        work: Work,
+        tensors: list[torch.Tensor],
+        device: torch.device,
+        on_done: Callable[[BaseException | None], None],
+    ) -> Work:
+        """A Work that completes once ``work`` has and ``on_done(error)`` has returned.
+
+        ``tensors`` become its result. An error of ``work`` reaches the program through it.
+        """
+        try:
+            future = work.get_future()
+        except RuntimeError:
+            # gloo's point-to-point works have no future: their end is seen in wait() alone
+            future = self._future_of_wait(work, device)
+
+        def done(finished: torch.futures.Future[Any]) -> list[torch.Tensor]:
+            try:
+                finished.wait()  # done already: this raises what went wrong, if something did
+            except BaseException as error:
+                on_done(error)
+                raise
+            on_done(None)
+            return tensors
+
+        return _create_work_from_future(future.then(done))
+
+    def _future_of_wait(self, work: Work, device: torch.device) -> torch.futures.Future[Any]:
+        future = new_future(device)
+
+        def wait() -> None:
+            try:
+                ORIGINAL_WAIT(work)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+        self._waiters.submit(wait)
+        return future
+
+
+class _Waiters:
+    """Background threads that each wait for one call, reused, as many as there are calls in flight.
+
+    Daemons, unlike a ThreadPoolExecutor's: a receive whose peer died must not keep a failing rank
+    from ending.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._idle = 0
+
+    def submit(self, task: Callable[[], None]) -> None:
+        with self._lock:
+            start = self._idle == 0
+            self._idle -= not start
+        self._tasks.put(task)
+        if start:
+            threading.Thread(target=self._run, name="ranklens-p2p", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            self._tasks.get()()
+            with self._lock:
+                self._idle += 1
+
+
+class AnySourceWork(Work):
+    """A receive from any source: the one handle that must know its source rank.
+
+    torch asks it in Python only (``dist.recv`` without ``src``), so that a Python Work is safe
+    here: its caller holds it.
+    """
+
+    def __init__(self, finish: Callable[[], int]) -> None:
+        """``finish`` blocks until the message is there and returns the sender's group rank."""
+        super().__init__()
+        self._finish = finish
+        self._source: int | None = None
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if self._source is None:
+            self._source = self._finish()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._source is not None
+
+    def is_success(self) -> bool:
+        return self._source is not None
+
+    def _source_rank(self) -> int:
+        self.wait()
+        assert self._source is not None
+        return self._source
+
+    source_rank = _source_rank
+
+
+class Handles:
+    """Which entry of the log a Work belongs to, for as long as somebody holds the Work."""
+
+    def __init__(self) -> None:
+        self._entries: weakref.WeakKeyDictionary[Work, int] = weakref.WeakKeyDictionary()
+        self._last = threading.local()
+
+    def track(self, work: Work, entry: int) -> Work:
+        """Remember ``work``; hold it until the thread's next call, by when its caller has it."""
+        self._entries[work] = entry
+        self._last.work = work
+        return work
+
+    def entry_of(self, work: Work) -> int | None:
+        """The entry of ``work``, None if it is not ours."""
+        return self._entries.get(work)

@@ -1,0 +1,71 @@
+"""The command line: one module a verb, loaded when it is used (``--help`` imports no torch)."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from ranklens_core.errors import RankLensError
+
+VERBS = {
+    "record": "Record a distributed job: every rank's calls, and results of chosen ranks.",
+    "replay": "Run one rank of a recorded job alone.",
+    "info": "Say what a trace holds.",
+    "verify": "Check that a trace is whole and undamaged.",
+    "demo": "Record an 8-rank job on this machine and replay one rank of it.",
+    "doctor": "Say what works on this machine, and what to do about what does not.",
+}
+"""Verb -> its line in the help; ``ranklens_core.cli.<verb>`` holds its ``command``."""
+
+
+class _Verbs(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in VERBS:
+            return None
+        command: click.Command = importlib.import_module(f"ranklens_core.cli.{cmd_name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        # click would import every verb to read its help
+        with formatter.section("Commands"):
+            formatter.write_dl(list(VERBS.items()))
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **more: Any) -> Any:
+        """Run; a ``RankLensError`` becomes one message and its exit status."""
+        try:
+            return super().main(args, *rest, **more)
+        except RankLensError as error:
+            click.echo(f"ranklens: {error}", err=True)
+            sys.exit(error.exit_status)
+
+
+@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="ranklens", prog_name="ranklens")
+def main() -> None:
+    """Run one rank of a distributed training job alone, in the job's own world.
+
+    Record once on the real job, then replay any rank on one device or none:
+
+    \b
+      ranklens record --nproc 8 --out trace -- train.py
+      ranklens replay trace --rank 5 -- train.py
+
+    Exit status: 0 good; 2 usage; 3 structure mismatch; 4 values diverged; 5 trace unusable;
+    6 communication RankLens cannot stand in for; else the program's own.
+    """
+    # our own logger alone: the root logger is the program's to configure
+    logger = logging.getLogger("ranklens")
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("ranklens: %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False

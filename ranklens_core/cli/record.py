@@ -1,0 +1,147 @@
+"""``ranklens record``: inside one rank of a started job, or with local ranks of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ranklens_core.cli.options import DEFAULT_OUT, cpu_option, parse_steps, program_argument
+from ranklens_core.errors import UsageError
+
+if TYPE_CHECKING:
+    from ranklens_core.program import Program
+    from ranklens_core.schema import RunRecord
+
+
+@click.command()
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=Path(DEFAULT_OUT), show_default=True, help="The trace directory."
+)
+@click.option("--overwrite", is_flag=True, help="Replace an existing trace.")
+@click.option("--nproc", type=int, metavar="N", help="Start N local ranks; without it, record the rank this is.")
+@click.option(
+    "--steps",
+    callback=parse_steps,
+    metavar="A:B",
+    help="Keep inputs to compare in these steps only, and results up to B.",
+)
+@click.option(
+    "--payload", metavar="all|none|R,...", help="Ranks whose results are kept (default with --nproc: all)."
+)
+@cpu_option
+@program_argument
+def command(
+    out: Path,
+    overwrite: bool,
+    nproc: int | None,
+    steps: tuple[int, int | None] | None,
+    payload: str | None,
+    cpu: bool,
+    program: tuple[str, ...],
+) -> None:
+    """Run PROGRAM and record its communication.
+
+    \b
+      ranklens record --nproc 8 -- train.py --lr 1e-3
+      torchrun --nproc-per-node 8 -m ranklens_core record --payload 0,5 -- train.py
+    """
+    from ranklens_core.program import Program
+
+    parsed = Program.parse(program)
+    if nproc is not None:
+        status = record_local(parsed, out, nproc, payload or "all", steps, cpu=cpu, overwrite=overwrite)
+    else:
+        if payload is None:
+            raise UsageError(
+                "Whose values shall be kept? Say --payload all, none or ranks like 0,5 (all of a large job "
+                "can be many gigabytes)."
+            )
+        status = _record_this_rank(parsed, out, payload, steps, cpu=cpu, overwrite=overwrite)
+    sys.exit(status)
+
+
+def record_local(
+    program: Program,
+    out: Path,
+    nproc: int,
+    payload: str,
+    steps: tuple[int, int | None] | None,
+    *,
+    cpu: bool,
+    overwrite: bool,
+) -> int:
+    """Record ``nproc`` forked ranks of ``program`` into ``out``; returns the job's exit status."""
+    from ranklens_core.cluster import run_local
+    from ranklens_core.preimport import guess_preimports
+    from ranklens_core.standin import cpu_cuda_context, wants_cpu_cuda
+    from ranklens_core.trace import open_trace, prepare_directory
+
+    if any(name in os.environ for name in ("RANK", "TORCHELASTIC_RUN_ID")):
+        raise UsageError(
+            "--nproc starts ranks of its own, but RANK is set: this is a rank already. Leave --nproc out under "
+            "torchrun and the like."
+        )
+    _check_payload(payload, nproc)
+    imports = guess_preimports(program)
+    cpu_cuda = wants_cpu_cuda(cpu, imports)
+    prepare_directory(out, overwrite=overwrite)
+    from ranklens_core.session import describe_run
+
+    run = describe_run(program, nproc, cpu_cuda=cpu_cuda)
+    directory = out.absolute()
+    with cpu_cuda_context(cpu_cuda):
+        result = run_local(
+            nproc,
+            lambda rank: _run_recorded(program, directory, payload, steps, run),
+            preimport=[*imports, "ranklens_core.session"],
+        )
+    if result.first_failure is not None:
+        click.echo(f"ranklens: {result.first_failure.describe()}", err=True)
+    trace = open_trace(directory)
+    click.echo(f"ranklens: recorded {len(trace.ranks)} of {nproc} ranks in {out}", err=True)
+    return result.status
+
+
+def _record_this_rank(
+    program: Program, out: Path, payload: str, steps: tuple[int, int | None] | None, *, cpu: bool, overwrite: bool
+) -> int:
+    from ranklens_core.preimport import guess_preimports
+    from ranklens_core.session import RankEnvironment, describe_run, run_id_of
+    from ranklens_core.standin import cpu_cuda_context, wants_cpu_cuda
+
+    place = RankEnvironment.from_environ(os.environ)
+    _check_payload(payload, place.world_size)
+    cpu_cuda = wants_cpu_cuda(cpu, guess_preimports(program))
+    run = describe_run(program, place.world_size, cpu_cuda=cpu_cuda, run_id=run_id_of(os.environ))
+    with cpu_cuda_context(cpu_cuda):
+        return _run_recorded(program, out.absolute(), payload, steps, run, overwrite=overwrite)
+
+
+def _run_recorded(
+    program: Program,
+    directory: Path,
+    payload: str,
+    steps: tuple[int, int | None] | None,
+    run: RunRecord,
+    *,
+    overwrite: bool = False,
+) -> int:
+    from ranklens_core.session import record
+
+    with record(directory, payload=payload, steps=steps, run=run, overwrite=overwrite):
+        program.run()
+    return 0
+
+
+def _check_payload(payload: str, world_size: int) -> None:
+    from ranklens_core.session import keeps_values
+
+    keeps_values(payload, 0)
+    if payload not in ("all", "none"):
+        outside = [part for part in payload.split(",") if not 0 <= int(part) < world_size]
+        if outside:
+            raise UsageError(f"--payload {payload}: rank {outside[0]} is outside the world of {world_size} ranks.")

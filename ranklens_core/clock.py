@@ -1,0 +1,66 @@
+"""Where time comes from: integer nanoseconds, passed in, never read globally.
+
+``MonotonicClock`` is CLOCK_MONOTONIC, which all processes of one host share, so that ranks of a
+host need no alignment among each other. ``ManualClock`` is for tests.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """A source of integer nanoseconds."""
+
+    def now_ns(self) -> int:
+        """Nanoseconds since an arbitrary, fixed origin; never goes back."""
+        ...
+
+    def thread_cpu_ns(self) -> int:
+        """CPU nanoseconds the calling thread has used."""
+        ...
+
+    def realtime_ns(self) -> int:
+        """Nanoseconds since the Unix epoch, to tie this clock to other hosts'."""
+        ...
+
+
+class MonotonicClock:
+    """The host's monotonic clock (shared by its processes, origin is boot)."""
+
+    now_ns = staticmethod(time.monotonic_ns)
+    thread_cpu_ns = staticmethod(time.thread_time_ns)
+    realtime_ns = staticmethod(time.time_ns)
+
+
+class ManualClock:
+    """A clock that moves only when told to; CPU time moves with it.
+
+    >>> clock = ManualClock()
+    >>> clock.advance(5)
+    >>> clock.now_ns()
+    5
+    """
+
+    def __init__(self, now_ns: int = 0) -> None:
+        self._now_ns = now_ns
+        self._moved = threading.Condition()
+
+    def now_ns(self) -> int:
+        return self._now_ns
+
+    def thread_cpu_ns(self) -> int:
+        return self._now_ns
+
+    def realtime_ns(self) -> int:
+        return self._now_ns
+
+    def advance(self, by_ns: int) -> None:
+        """Move forward by ``by_ns`` (>= 0) nanoseconds and wake whoever waits for a time."""
+        if by_ns < 0:
+            raise ValueError(f"a clock never goes back: advance({by_ns})")
+        with self._moved:
+            self._now_ns += by_ns
+            self._moved.notify_all()

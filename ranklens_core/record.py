@@ -1,0 +1,255 @@
+"""The recorder: calls through, and keeps what happened.
+
+It never breaks the training it observes: a failure of its own is logged, the trace is marked
+incomplete from there, and every later call goes straight to the real operator.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from torch._C._distributed_c10d import ProcessGroup, Work
+
+from ranklens_core.c10d.call import Call, Proceed
+from ranklens_core.c10d.ops import Kind
+from ranklens_core.c10d.signature import Interned, Lane, Signatures
+from ranklens_core.c10d.values import tensor_bytes
+from ranklens_core.c10d.work import ORIGINAL_WAIT, AnySourceWork, CompletionWatcher, Handles
+from ranklens_core.clock import Clock
+from ranklens_core.schema import NO_PEER, CallRow, CompletionRow, Phase, Purpose, WaitRow
+from ranklens_core.steps import Steps
+from ranklens_core.trace import TraceWriter, content_address
+
+log = logging.getLogger("ranklens")
+
+
+class Values:
+    """Whose values are kept, and when: results up to the window's end, inputs inside it.
+
+    Results of the steps before the window are kept too: a replay starts with the program.
+    """
+
+    def __init__(self, keep: bool, window: tuple[int, int | None] | None) -> None:
+        self.keep = keep
+        self.first, self.end = window or (NO_FIRST, None)
+
+    def results(self, step: int) -> bool:
+        return self.keep and (self.end is None or step < self.end)
+
+    def inputs(self, step: int) -> bool:
+        return self.keep and self.first <= step and (self.end is None or step < self.end)
+
+
+NO_FIRST = -(1 << 62)
+"""Below every step number, set-up included."""
+
+
+class _Thread(threading.local):
+    """When the calling thread's previous entry ended, to tell its own compute."""
+
+    exit_ns = 0
+    exit_cpu_ns = 0
+
+
+class Recorder:
+    """The ``Handler`` that records one rank into a ``TraceWriter``."""
+
+    def __init__(
+        self, writer: TraceWriter, signatures: Signatures, steps: Steps, values: Values, clock: Clock
+    ) -> None:
+        self._writer = writer
+        self._signatures = signatures
+        self._steps = steps
+        self._values = values
+        self._now_ns = clock.now_ns
+        self._cpu_ns = clock.thread_cpu_ns
+        self._watcher = CompletionWatcher()
+        self._handles = Handles()
+        self._thread = _Thread()
+        self._thread.exit_ns, self._thread.exit_cpu_ns = clock.now_ns(), clock.thread_cpu_ns()
+        self._lock = threading.Lock()
+        self._entries = 0
+        self._seq_ids: dict[Lane, int] = defaultdict(int)
+        self._batches: dict[str, list[tuple[int, Call]]] = {}
+        self._batch_number = -1
+        self.stopped = False
+
+    def handle(self, call: Call, proceed: Proceed) -> Work | None:
+        """Call through and record; see ``Handler``."""
+        if self.stopped:
+            return proceed()
+        try:
+            entry = self._issue(call)
+        except Exception as error:
+            self._stop(error)
+            return proceed()
+        try:
+            work = proceed()
+            if work is None:
+                self._finish(entry, call, blocked=True)
+                return None
+            if call.pg.group_name in self._batches:
+                # the batch's own Work tells when this call is done
+                self._batches[call.pg.group_name].append((entry, call))
+                return work
+            if call.operator.name == "recv_any_source_":
+                return self._any_source(entry, call, work)
+            if not call.is_async and call.device.type == "cpu":
+                # the caller waits at once anyway: waiting here saves a hop over another thread
+                ORIGINAL_WAIT(work)
+                self._finish(entry, call, blocked=True)
+                return work
+        except BaseException as error:
+            self._finish(entry, call, blocked=True, error=error)
+            raise
+        watched = self._watcher.after(
+            work, call.outputs, call.device, lambda error: self._finish(entry, call, error=error)
+        )
+        self._leave()
+        return self._handles.track(watched, entry)
+
+    def on_wait(self, work: Work, wait: Callable[[], Any]) -> Any:
+        """Wait and record it."""
+        call = None if self.stopped else self._handles.entry_of(work)
+        if call is None:
+            return wait()
+        thread = self._thread
+        begin_ns, begin_cpu_ns = self._now_ns(), self._cpu_ns()
+        compute_ns, compute_cpu_ns = begin_ns - thread.exit_ns, begin_cpu_ns - thread.exit_cpu_ns
+        result = wait()
+        end_ns = self._now_ns()
+        with self._lock:
+            entry = self._entries
+            self._entries += 1
+        self._writer.wait(
+            WaitRow(
+                entry=entry,
+                call=call,
+                begin_ns=begin_ns,
+                end_ns=end_ns,
+                compute_ns=compute_ns,
+                compute_cpu_ns=compute_cpu_ns,
+            )
+        )
+        self._leave()
+        return result
+
+    def start_batch(self, pg: ProcessGroup) -> None:
+        """Calls on ``pg`` belong together from here on."""
+        self._batch_number += 1
+        self._batches[pg.group_name] = []
+
+    def end_batch(self, pg: ProcessGroup, proceed: Proceed) -> Work | None:
+        """All calls of the batch complete with the Work of its end."""
+        batch = self._batches.pop(pg.group_name, [])
+        work = proceed()
+        if work is None or not batch or self.stopped:
+            return work
+
+        def done(error: BaseException | None) -> None:
+            for entry, call in batch:
+                self._finish(entry, call, error=error)
+
+        tensors = [tensor for _, call in batch for tensor in call.outputs]
+        watched = self._watcher.after(work, tensors, batch[0][1].device, done)
+        return self._handles.track(watched, batch[-1][0])
+
+    def _issue(self, call: Call) -> int:
+        thread = self._thread
+        enqueue_ns, enqueue_cpu_ns = self._now_ns(), self._cpu_ns()
+        interned = self._signatures.of(call)
+        step, phase = self._steps.index, self._steps.phase
+        in_addresses: tuple[bytes, ...] = ()
+        if call.informative and self._values.inputs(step) and compared(interned):
+            in_addresses = tuple([content_address(tensor_bytes(t)) for t in call.inputs])
+        lane = interned.lane
+        with self._lock:
+            entry = self._entries
+            self._entries += 1
+            seq_id = self._seq_ids[lane]
+            self._seq_ids[lane] += 1
+        self._writer.call(
+            CallRow(
+                entry=entry,
+                signature=interned.id,
+                seq_id=seq_id,
+                step=step,
+                phase=phase,
+                training=phase is Phase.STEP and compared(interned),
+                batch=self._batch_number if call.pg.group_name in self._batches else -1,
+                enqueue_ns=enqueue_ns,
+                start_ns=self._now_ns(),
+                compute_ns=enqueue_ns - thread.exit_ns,
+                compute_cpu_ns=enqueue_cpu_ns - thread.exit_cpu_ns,
+                in_addresses=in_addresses,
+            )
+        )
+        return entry
+
+    def _finish(
+        self,
+        entry: int,
+        call: Call,
+        *,
+        blocked: bool = False,
+        error: BaseException | None = None,
+        src_rank: int = NO_PEER,
+    ) -> None:
+        """The call is over: keep its results before the program can touch them."""
+        end_ns = self._now_ns()
+        if self.stopped:
+            return
+        try:
+            out_addresses: list[bytes] = []
+            if error is None and self._values.results(self._steps.index):
+                for tensor in call.outputs:
+                    data = tensor_bytes(tensor)
+                    address = content_address(data)
+                    if not self._writer.has(address):
+                        self._writer.store(address, data)
+                    out_addresses.append(address)
+            self._writer.completion(
+                CompletionRow(
+                    entry=entry,
+                    end_ns=end_ns,
+                    return_ns=self._now_ns() if blocked else 0,
+                    src_rank=src_rank,
+                    out_addresses=tuple(out_addresses),
+                    error="" if error is None else f"{type(error).__name__}: {error}",
+                )
+            )
+        except Exception as failure:
+            self._stop(failure)
+        if blocked:
+            self._leave()
+
+    def _any_source(self, entry: int, call: Call, work: Work) -> Work:
+        def finish() -> int:
+            ORIGINAL_WAIT(work)
+            source: int = work._source_rank()
+            self._finish(entry, call, blocked=True, src_rank=source)
+            return source
+
+        return self._handles.track(AnySourceWork(finish), entry)
+
+    def _leave(self) -> None:
+        self._thread.exit_ns, self._thread.exit_cpu_ns = self._now_ns(), self._cpu_ns()
+
+    def _stop(self, error: Exception) -> None:
+        """Step aside for good: the training goes on unrecorded."""
+        self.stopped = True
+        log.exception("RankLens stopped recording, the training goes on: %s", error)
+        self._writer.fail(f"recorder: {type(error).__name__}: {error}")
+
+
+def compared(interned: Interned) -> bool:
+    """Whether a call's inputs can be compared and scored: floating-point tensors of the training,
+    not objects, timers or barriers, whose bytes differ from run to run."""
+    return interned.floating and interned.signature.purpose is Purpose.TENSOR
+
+
+__all__ = ["Kind", "Recorder", "Values", "compared"]

@@ -1,0 +1,63 @@
+"""The tasks: which result and which time a replayed call gets, and what a mismatch does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ranklens_core.errors import UsageError
+
+
+class Result(StrEnum):
+    """Where a call's result comes from."""
+
+    RECORDED = "recorded"
+    SYNTHESISED = "synthesised"
+
+
+class OnMismatch(StrEnum):
+    """What a call does that the trace does not have at its place."""
+
+    STOP = "stop"
+    ESTIMATE = "estimate"
+    REPORT = "report"
+
+
+@dataclass(frozen=True)
+class Task:
+    """``result`` is the preferred source; ``compares`` says whether inputs are checked."""
+
+    name: str
+    result: Result
+    on_mismatch: OnMismatch
+    compares: bool
+    about: str
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task(
+            "debug",
+            Result.RECORDED,
+            OnMismatch.STOP,
+            True,
+            "recorded results as soon as possible; every input is compared with the record",
+        ),
+        Task(
+            "structure",
+            Result.SYNTHESISED,
+            OnMismatch.REPORT,
+            False,
+            "made-up results; the sequence of calls is compared with the record",
+        ),
+    )
+}
+"""Every task by its name on the command line."""
+
+
+def task_named(name: str) -> Task:
+    """The task, or ``UsageError`` listing those there are."""
+    if name not in TASKS:
+        raise UsageError(f"There is no task {name!r}. Tasks: {', '.join(TASKS)}.")
+    return TASKS[name]

@@ -1,0 +1,299 @@
+"""A rank's journal: what happened to its recording, line by line.
+
+A line is ``<checksum> <JSON>\\n``. The checksum is xxh3-64 of the JSON, seeded with the checksum of
+the line before, so that a lost or swapped line shows as well as a changed one. A last line without
+its line end was being written when the process died, and is ignored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import xxhash
+
+from ranklens_core.errors import TraceDamagedError, TraceIncompleteError
+from ranklens_core.schema import (
+    TRACE_VERSION,
+    EnvironmentItem,
+    GroupRecord,
+    Printed,
+    RankRecord,
+    RunRecord,
+    Step,
+)
+from ranklens_core.trace.files import AppendFile, write_all
+from ranklens_core.trace.runfile import DECODE_ERRORS, decode_run
+from ranklens_core.trace.streams import ByteRange, Stream
+
+
+class RankHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a rank when its recording starts; fields as in ``RankRecord``."""
+
+    rank: int
+    host: str
+    pid: int
+    local_rank: int
+    has_values: bool
+    value_steps: tuple[int, int | None] | None
+    monotonic_ns: int
+    realtime_ns: int
+
+
+class HeaderLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="header"):
+    """The first line: repeats the run, so that a rank's directory explains itself."""
+
+    run: RunRecord
+    header: RankHeader
+
+
+class GroupLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="group"):
+    """A group was made."""
+
+    group: GroupRecord
+
+
+class RoleLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="role"):
+    """The role of the group ``key`` was learned; the last line about a group counts."""
+
+    key: str
+    role: str
+
+
+class StepLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="step"):
+    """A training step ended."""
+
+    step: Step
+
+
+class EnvironmentLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="environment"):
+    """A fact about where the program runs."""
+
+    item: EnvironmentItem
+
+
+class PrintedLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="printed"):
+    """The program printed a metric."""
+
+    item: Printed
+
+
+class FlushLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="flush"):
+    """Rows are on disk: these byte ranges, by stream. Rows count only once their flush is here."""
+
+    time_ns: int
+    ranges: dict[Stream, ByteRange]
+
+
+class FailureLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="failure"):
+    """Recording stopped early, while the program went on."""
+
+    time_ns: int
+    text: str
+
+
+class EndLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="end"):
+    """The rank closed its trace: all it did is recorded."""
+
+    time_ns: int
+    exit_status: int | None
+
+
+Line = (
+    HeaderLine
+    | GroupLine
+    | RoleLine
+    | StepLine
+    | EnvironmentLine
+    | PrintedLine
+    | FlushLine
+    | FailureLine
+    | EndLine
+)
+LINE_TYPES: tuple[type[msgspec.Struct], ...] = (
+    HeaderLine,
+    GroupLine,
+    RoleLine,
+    StepLine,
+    EnvironmentLine,
+    PrintedLine,
+    FlushLine,
+    FailureLine,
+    EndLine,
+)
+_KINDS = frozenset(str(line_type.__struct_config__.tag) for line_type in LINE_TYPES)
+
+_LINE = re.compile(rb"([0-9a-f]{16}) (.*)", re.DOTALL)
+_decoder = msgspec.json.Decoder(Line)
+
+
+class _Kind(msgspec.Struct, frozen=True):
+    kind: str
+
+
+class _HeaderRun(msgspec.Struct, frozen=True):
+    run: msgspec.Raw
+
+
+class JournalWriter:
+    """Appends lines to a journal."""
+
+    def __init__(self, file: AppendFile) -> None:
+        self._file = file
+        self._checksum = 0
+        self._size_bytes = 0
+
+    def append(self, line: Line) -> None:
+        """Write ``line``. If that fails, the file is cut back to its whole lines.
+
+        Raises:
+            OSError: the file system refused.
+        """
+        body = msgspec.json.encode(line)
+        checksum = xxhash.xxh3_64_intdigest(body, self._checksum)
+        text = b"%016x %b\n" % (checksum, body)
+        try:
+            write_all(self._file, text)
+        except OSError:
+            self._file.truncate(self._size_bytes)
+            self._file.seek(self._size_bytes)
+            raise
+        self._checksum = checksum
+        self._size_bytes += len(text)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Damage(msgspec.Struct, frozen=True):
+    """A line that is not as it was written."""
+
+    text: str
+
+
+def parse_journal(data: memoryview, path: str) -> Iterator[Line | Damage]:
+    """The whole lines of a journal, in order; what cannot be read as one is a ``Damage``.
+
+    Kinds of line that this RankLens does not know are skipped if a newer RankLens wrote the
+    journal.
+
+    Raises:
+        TraceVersionError: the journal needs a newer RankLens.
+    """
+    *lines, _torn = bytes(data).split(b"\n")
+    checksum = 0
+    is_newer = False
+    for number, text in enumerate(lines, 1):
+        match = _LINE.fullmatch(text)
+        if match is None:
+            yield Damage(f"line {number} is no journal line")
+            continue
+        body = match[2]
+        expected, checksum = xxhash.xxh3_64_intdigest(body, checksum), int(match[1], 16)
+        if checksum != expected:
+            yield Damage(f"line {number} differs from its checksum, or the line before it is missing")
+            continue
+        try:
+            if number == 1:
+                run = decode_run(bytes(msgspec.json.decode(body, type=_HeaderRun).run), path)
+                is_newer = run.format > TRACE_VERSION
+            elif is_newer and msgspec.json.decode(body, type=_Kind).kind not in _KINDS:
+                continue
+            yield _decoder.decode(body)
+        except (*DECODE_ERRORS, TraceDamagedError) as error:
+            yield Damage(f"line {number}: {error}")
+
+
+class RankJournal(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole journal: the run, the rank's record, and where each stream's checked bytes are.
+
+    ``time_ns`` is the time of the last line that has one (monotonic clock of the rank's host).
+    """
+
+    run: RunRecord
+    record: RankRecord
+    ranges: dict[Stream, tuple[ByteRange, ...]]
+    time_ns: int
+
+
+def read_journal(data: memoryview, path: str) -> RankJournal:
+    """Everything a journal says. ``path`` is the file, for messages.
+
+    Raises:
+        TraceDamagedError: a line is not as it was written.
+        TraceIncompleteError: the rank died before its first line was written.
+        TraceVersionError: a newer RankLens is needed.
+    """
+    lines = []
+    for line in parse_journal(data, path):
+        if isinstance(line, Damage):
+            raise TraceDamagedError(
+                f"{path} is damaged: {line.text}. Copy the trace again, or record it again."
+            )
+        lines.append(line)
+    return summarise(lines, path)
+
+
+def summarise(lines: Sequence[Line], path: str) -> RankJournal:
+    """Fold the lines of a journal into one record.
+
+    Raises:
+        TraceDamagedError: the first line, and only that, must be a header.
+        TraceIncompleteError: there are no lines.
+    """
+    if not lines:
+        raise TraceIncompleteError(
+            f"{path} is empty: the rank died before it recorded anything. Record again."
+        )
+    start, *rest = lines
+    if not isinstance(start, HeaderLine) or any(isinstance(line, HeaderLine) for line in rest):
+        raise TraceDamagedError(f"{path} is damaged: its header is not its first line. Copy the trace again.")
+
+    groups: dict[str, GroupRecord] = {}
+    roles: dict[str, str] = {}
+    steps: list[Step] = []
+    environment: list[EnvironmentItem] = []
+    printed: list[Printed] = []
+    ranges: dict[Stream, list[ByteRange]] = {stream: [] for stream in Stream}
+    failure, end, time_ns = "", None, start.header.monotonic_ns
+    for line in rest:
+        match line:
+            case GroupLine(group=group):
+                groups[group.key] = group
+            case RoleLine(key=key, role=role):
+                roles[key] = role
+            case StepLine(step=step):
+                steps.append(step)
+            case EnvironmentLine(item=fact):
+                environment.append(fact)
+            case PrintedLine(item=metric):
+                printed.append(metric)
+            case FlushLine():
+                for stream, part in line.ranges.items():
+                    ranges[stream].append(part)
+            case FailureLine():
+                failure = line.text
+            case EndLine():
+                end = line
+        if isinstance(line, (FlushLine, FailureLine, EndLine)):
+            time_ns = line.time_ns
+
+    record = RankRecord(
+        **msgspec.structs.asdict(start.header),
+        complete=end is not None and not failure,
+        exit_status=None if end is None else end.exit_status,
+        failure=failure,
+        groups=tuple(
+            msgspec.structs.replace(group, role=roles.get(group.key, group.role)) for group in groups.values()
+        ),
+        steps=tuple(steps),
+        environment=tuple(environment),
+        printed=tuple(printed),
+    )
+    return RankJournal(
+        run=start.run,
+        record=record,
+        ranges={stream: tuple(parts) for stream, parts in ranges.items()},
+        time_ns=time_ns,
+    )

@@ -1,0 +1,108 @@
+"""Where things lie in a trace directory, and making room for a new one."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from ranklens_core.errors import UsageError
+
+RUN_FILE = "run.json"
+RUN_FILE_PART = "run.json.part"
+JOURNAL_FILE = "journal.jsonl"
+
+MAX_WORLD_SIZE = 1 << 20
+"""A trace that claims more ranks is taken for damaged: no job is that large."""
+
+_RANK_DIRECTORY = re.compile(r"rank-(\d{5,7})")
+_RANK_FILE = re.compile(r"journal\.jsonl|[a-z]+\.arrows|payload-\d{3,}\.bin")
+
+
+def rank_directory(rank: int) -> str:
+    """Name of the directory of global rank ``rank``: ``rank-00005``."""
+    return f"rank-{rank:05d}"
+
+
+def payload_file(number: int) -> str:
+    """Name of a rank's payload file: ``payload-000.bin``."""
+    return f"payload-{number:03d}.bin"
+
+
+def rank_of_directory(name: str) -> int | None:
+    """The rank whose directory is called ``name``; None if no rank's directory is."""
+    match = _RANK_DIRECTORY.fullmatch(name)
+    if match is None or rank_directory(int(match[1])) != name:
+        return None
+    return int(match[1])
+
+
+def prepare_directory(path: Path, overwrite: bool = False, *, rank: int | None = None) -> None:
+    """Make ``path`` an empty directory for a new trace.
+
+    With ``rank``, only that rank's directory in ``path`` must be new: for jobs whose ranks start
+    on their own and share ``path``.
+
+    ``overwrite`` deletes what an earlier recording left there, and only that: a directory with
+    anything else in it is refused untouched.
+
+    Raises:
+        UsageError: ``path`` is not empty, holds what is no trace, or cannot be written.
+    """
+    target = path if rank is None else path / rank_directory(rank)
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        if any(target.iterdir()):
+            if not overwrite:
+                raise UsageError(
+                    f"{target} is not empty: RankLens does not write over it. Name another directory "
+                    "with --out, or replace the trace that is there with --overwrite."
+                )
+            _delete_trace(path, rank)
+        _check_writable(target)
+    except OSError as error:
+        raise UsageError(
+            f"{target} cannot be used for a trace: {error.strerror or error}. Name a directory that this "
+            "user can write with --out."
+        ) from error
+
+
+def _delete_trace(path: Path, rank: int | None) -> None:
+    """Delete the trace in ``path`` (or one rank's part) once all of it is known to be a trace."""
+    entries = sorted(path.iterdir()) if rank is None else [path / rank_directory(rank)]
+    for entry in entries:
+        stranger = _stranger(entry)
+        if stranger is not None:
+            raise UsageError(
+                f"{path} holds {stranger.relative_to(path)}, which is no part of a trace: --overwrite "
+                "deletes traces only. Name another directory with --out."
+            )
+    for entry in entries:
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+    if rank is not None:
+        entries[0].mkdir()
+
+
+def _stranger(entry: Path) -> Path | None:
+    """What in ``entry``, a direct child of a trace directory, RankLens did not write; None if nothing."""
+    if entry.is_symlink():
+        return entry
+    if entry.is_file():
+        return None if entry.name in (RUN_FILE, RUN_FILE_PART) else entry
+    if rank_of_directory(entry.name) is None:
+        return entry
+    for inner in sorted(entry.iterdir()):
+        if inner.is_symlink() or not inner.is_file() or not _RANK_FILE.fullmatch(inner.name):
+            return inner
+    return None
+
+
+def _check_writable(directory: Path) -> None:
+    """Raise the OSError that writing into ``directory`` would."""
+    probe = directory / f".ranklens-{os.getpid()}"
+    probe.touch()
+    probe.unlink()

@@ -1,0 +1,135 @@
+"""Values: raw tensor bytes, appended to payload files and addressed by their content."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from ranklens_core.errors import TraceDamagedError, ValuesMissingError
+from ranklens_core.trace.files import AppendFile, Data, Opener, write_all
+from ranklens_core.trace.layout import payload_file
+
+ROLL_AT_BYTES = 1 << 30
+"""A payload file that has reached this size is followed by the next."""
+
+ALIGNMENT = 64
+"""Values begin at multiples of this, so that a mapped value can be viewed as any dtype."""
+
+
+class ValueRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a value lies: ``nbytes`` bytes from ``offset`` of payload file number ``file``."""
+
+    address: bytes
+    file: int
+    offset: int
+    nbytes: int
+
+
+def content_address(data: Data) -> bytes:
+    """The address of a value: xxh3-128 of its bytes, 16 bytes, big endian.
+
+    ``data`` must be C-contiguous (any format); BufferError if it is not.
+    """
+    return xxhash.xxh3_128_digest(data)
+
+
+class PayloadWriter:
+    """Appends values to the payload files of one rank."""
+
+    def __init__(self, directory: Path, opener: Opener, roll_at_bytes: int = ROLL_AT_BYTES) -> None:
+        self._directory = directory
+        self._opener = opener
+        self._roll_at_bytes = roll_at_bytes
+        self._file: AppendFile | None = None
+        self._number = -1
+        self._offset = 0
+
+    def append(self, address: bytes, data: Data) -> ValueRow:
+        """Write ``data``; the row says where. OSError if it cannot be written."""
+        if self._file is None or self._offset >= self._roll_at_bytes:
+            self._roll()
+        assert self._file is not None
+        padding = -self._offset % ALIGNMENT
+        if padding:
+            write_all(self._file, bytes(padding))
+        write_all(self._file, data)
+        begin = self._offset + padding
+        nbytes = memoryview(data).nbytes
+        self._offset = begin + nbytes
+        return ValueRow(address=address, file=self._number, offset=begin, nbytes=nbytes)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _roll(self) -> None:
+        self.close()
+        self._number += 1
+        self._file = self._opener(self._directory / payload_file(self._number))
+        self._offset = 0
+
+
+class PayloadReader:
+    """Values of one rank by address. Every value is compared with its address when first read."""
+
+    def __init__(self, path: str, rows: Iterable[ValueRow], read: Callable[[str], memoryview | None]) -> None:
+        """``path`` is the rank's directory, for messages; ``read`` gives a file of it."""
+        self._path = path
+        self._read = read
+        self._places: Mapping[bytes, ValueRow] = {row.address: row for row in rows}
+        self._files: dict[int, memoryview] = {}
+        self._file_bytes: dict[int, int] = {}
+        for place in self._places.values():
+            end = place.offset + place.nbytes
+            self._file_bytes[place.file] = max(end, self._file_bytes.get(place.file, 0))
+        self._checked: set[bytes] = set()
+
+    def __contains__(self, address: object) -> bool:
+        return address in self._places
+
+    def addresses(self) -> Iterable[bytes]:
+        """Addresses of all values, in the order they were stored."""
+        return self._places.keys()
+
+    def get(self, address: bytes) -> memoryview:
+        """The value's bytes (uint8, read-only), not copied.
+
+        Raises:
+            ValuesMissingError: no value has this address.
+            TraceDamagedError: the bytes are not there, or are not those that were stored.
+        """
+        place = self._places.get(address)
+        if place is None:
+            raise ValuesMissingError(
+                f"{self._path} holds no value with address {address.hex()}. Record again with values: "
+                "ranklens record --payload all"
+            )
+        file = self._file(place.file)
+        if min(place.offset, place.nbytes) < 0 or place.offset + place.nbytes > len(file):
+            raise TraceDamagedError(
+                f"{self._path}/{payload_file(place.file)} is truncated: {self._file_bytes[place.file]} bytes "
+                f"were written, the file has {len(file)}. Copy the trace again, or record it again."
+            )
+        value = file[place.offset : place.offset + place.nbytes]
+        if address not in self._checked:
+            if content_address(value) != address:
+                raise TraceDamagedError(
+                    f"{self._path}/{payload_file(place.file)} is damaged: {place.nbytes} bytes at {place.offset} "
+                    f"differ from their checksum {address.hex()}. Copy the trace again, or record it again."
+                )
+            self._checked.add(address)
+        return value
+
+    def _file(self, number: int) -> memoryview:
+        if number not in self._files:
+            data = self._read(payload_file(number)) if number >= 0 else None
+            if data is None:
+                raise TraceDamagedError(
+                    f"{self._path}/{payload_file(number)} is missing. Copy the trace again, or record it again."
+                )
+            self._files[number] = data
+        return self._files[number]

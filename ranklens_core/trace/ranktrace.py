@@ -1,0 +1,167 @@
+"""One rank of a trace: its calls as tables and records, its values by address."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ranklens_core.errors import TraceDamagedError, ValuesMissingError
+from ranklens_core.schema import CallRecord, CallRow, CompletionRow, RankRecord, Signature
+from ranklens_core.trace.files import TraceFiles
+from ranklens_core.trace.journal import RankJournal
+from ranklens_core.trace.layout import rank_directory
+from ranklens_core.trace.payload import PayloadReader, ValueRow
+from ranklens_core.trace.streams import Stream, read_stream
+
+_ROWS_AT_ONCE = 1 << 10
+"""Rows turned into structs at a time: few, or the garbage collector walks their dicts again and again."""
+
+
+class RankTrace:
+    """One rank's recording. Files are mapped and checked when they are first needed.
+
+    Any access can raise TraceDamagedError: bytes are missing or differ from their checksum.
+    """
+
+    def __init__(self, files: TraceFiles, journal: RankJournal) -> None:
+        self.record: RankRecord = journal.record
+        self.directory = rank_directory(journal.record.rank)
+        self.path = f"{files.path}/{self.directory}"
+        self.journal = journal
+        self._files = files
+
+    @cached_property
+    def signatures(self) -> tuple[Signature, ...]:
+        """Signatures by number."""
+        return tuple(self._rows(self._read(Stream.SIGNATURES), Signature))
+
+    @cached_property
+    def calls(self) -> pa.Table:
+        """Columns of ``CallRow``, in entry order."""
+        table = self._in_entry_order(Stream.CALLS)
+        highest = pc.max(table["signature"]).as_py()
+        lowest = pc.min(table["signature"]).as_py()
+        count = self._read(Stream.SIGNATURES).num_rows
+        if table.num_rows and not 0 <= lowest <= highest < count:
+            raise self._damaged(Stream.CALLS, f"a call has signature {highest} of {count}")
+        return table
+
+    @cached_property
+    def completions(self) -> pa.Table:
+        """Columns of ``CompletionRow``, in entry order; calls that did not complete have none."""
+        return self._in_entry_order(Stream.COMPLETIONS)
+
+    @cached_property
+    def waits(self) -> pa.Table:
+        """Columns of ``WaitRow``, in entry order."""
+        return self._in_entry_order(Stream.WAITS)
+
+    @cached_property
+    def values(self) -> PayloadReader:
+        """The values, by address."""
+        rows = self._rows(self._read(Stream.VALUES), ValueRow)
+        return PayloadReader(self.path, rows, self.data)
+
+    @cached_property
+    def joined_calls(self) -> pa.Table:
+        """One row a call: columns of ``Signature``, ``CallRow`` and ``CompletionRow``, in entry order.
+
+        Columns of ``CompletionRow`` are null where the call did not complete.
+        """
+        calls, completions = self.calls, self.completions
+        table = self._read(Stream.SIGNATURES).take(calls["signature"])
+        places = pc.index_in(calls["entry"], value_set=completions["entry"])
+        ends = completions.take(places)
+        names = [*calls.column_names, *table.column_names]
+        columns = [*calls.columns, *table.columns]
+        for name, column in zip(ends.column_names, ends.columns, strict=True):
+            if name != "entry":
+                names.append(name)
+                columns.append(column)
+        return pa.table(columns, names=names)
+
+    def call_records(self) -> Iterator[CallRecord]:
+        """All calls in entry order."""
+        rank, signatures = self.record.rank, self.signatures
+        ends = {row.entry: row for row in self._rows(self.completions, CompletionRow)}
+        for row in self._rows(self.calls, CallRow):
+            yield CallRecord(
+                rank=rank, signature=signatures[row.signature], row=row, completion=ends.get(row.entry)
+            )
+
+    def payload(self, address: bytes) -> memoryview:
+        """The value at ``address``: its bytes (uint8, read-only), mapped, not copied.
+
+        Raises:
+            ValuesMissingError: this rank's trace does not have it.
+            TraceDamagedError: it is not the value that was recorded.
+        """
+        if not self.record.has_values:
+            raise ValuesMissingError(
+                f"{self.path}: the values of rank {self.record.rank} were not recorded. Record again with "
+                f"ranklens record --payload {self.record.rank} (or all)."
+            )
+        return self.values.get(address)
+
+    def data(self, name: str) -> memoryview | None:
+        """All bytes of a file of this rank; None if it is not there."""
+        return self._files.data(f"{self.directory}/{name}")
+
+    def close(self) -> None:
+        """Let go of the files; values still held stay valid. What is needed again is read again."""
+        for name in ("signatures", "calls", "completions", "waits", "values", "joined_calls", "_tables"):
+            self.__dict__.pop(name, None)
+
+    @cached_property
+    def _tables(self) -> dict[Stream, pa.Table]:
+        return {}
+
+    def _read(self, stream: Stream) -> pa.Table:
+        if stream not in self._tables:
+            ranges = self.journal.ranges[stream]
+            data = self.data(stream.file)
+            if data is None:
+                if ranges:
+                    raise self._damaged(stream, "the file is missing")
+                data = memoryview(b"")
+            self._tables[stream] = read_stream(data, ranges, stream, f"{self.path}/{stream.file}")
+        return self._tables[stream]
+
+    def _in_entry_order(self, stream: Stream) -> pa.Table:
+        """The rows sorted by entry: calls of several threads may have been queued out of order."""
+        table = self._read(stream)
+        entries = table["entry"].combine_chunks()
+        if not _ascends(entries):
+            table = table.sort_by("entry")
+            if not _ascends(table["entry"].combine_chunks()):
+                raise self._damaged(stream, "two rows have the same entry")
+        return table
+
+    def _rows(self, table: pa.Table, row_type: type[Any]) -> Iterator[Any]:
+        """The rows of a table as structs."""
+        for begin in range(0, table.num_rows, _ROWS_AT_ONCE):
+            rows = table.slice(begin, _ROWS_AT_ONCE).to_pylist()
+            try:
+                yield from msgspec.convert(rows, list[row_type])
+            except msgspec.ValidationError as error:
+                raise TraceDamagedError(
+                    f"{self.path}: a {row_type.__name__} is damaged: {error}. Record it again."
+                ) from error
+
+    def _damaged(self, stream: Stream, text: str) -> TraceDamagedError:
+        return TraceDamagedError(
+            f"{self.path}/{stream.file} is damaged: {text}. Copy the trace again, or record it again."
+        )
+
+
+def _ascends(entries: pa.Array) -> bool:
+    """Whether entries are not negative and each is larger than the one before."""
+    if len(entries) == 0:
+        return True
+    steps = pc.greater(entries[1:], entries[:-1])
+    return bool(entries[0].as_py() >= 0 and pc.all(steps, min_count=0).as_py())

@@ -1,0 +1,317 @@
+"""The writer of one rank's trace: producers append to a queue, one thread writes it to disk.
+
+Producers are the training's own threads, so what they call is cheap, never raises, and drops
+nothing: where the disk is slower than the training, they wait once too much is queued.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from pathlib import Path
+
+import msgspec
+
+from ranklens_core.clock import Clock, MonotonicClock
+from ranklens_core.schema import (
+    CallRow,
+    CompletionRow,
+    EnvironmentItem,
+    GroupRecord,
+    Printed,
+    RunRecord,
+    Signature,
+    Step,
+    WaitRow,
+)
+from ranklens_core.trace.files import Data, Opener, open_new
+from ranklens_core.trace.journal import (
+    EndLine,
+    EnvironmentLine,
+    FailureLine,
+    GroupLine,
+    HeaderLine,
+    Line,
+    PrintedLine,
+    RankHeader,
+    RoleLine,
+    StepLine,
+)
+from ranklens_core.trace.layout import rank_directory
+from ranklens_core.trace.rankfiles import RankFiles, Row
+
+logger = logging.getLogger("ranklens.trace")
+
+FLUSH_ROWS = 4096
+"""Rows that make a flush due before its time; also how often producers look at the queue."""
+
+MAX_PENDING_ITEMS = 32 * FLUSH_ROWS
+"""Items queued before producers wait: about 100 MB of rows at most."""
+
+WAKE_AT_BYTES = 1 << 20
+"""Queued values that wake the writer at once; less waits for the next flush."""
+
+
+class _Value(msgspec.Struct, frozen=True):
+    address: bytes
+    data: bytes
+
+
+_Item = Row | Line | _Value
+
+
+class TraceWriter:
+    """Writes one rank's part of a trace. Safe to call from several threads.
+
+    A forked child has no part in it: there every method does nothing.
+
+    ``failure`` is "" or why writing stopped (disk full, ...). From then on every method does
+    nothing and nobody waits. The failure is logged and, where that is possible, in the journal.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        run: RunRecord,
+        header: RankHeader,
+        *,
+        clock: Clock | None = None,
+        max_pending_bytes: int = 256 << 20,
+        flush_interval_s: float = 0.25,
+        opener: Opener = open_new,
+    ) -> None:
+        """Start writing ``directory/rank-NNNNN``, which must be empty or not there.
+
+        ``max_pending_bytes`` bounds the values that are queued: past it, ``store`` waits. A kill
+        -9 loses at most what was recorded in the last ``flush_interval_s`` seconds.
+        Never raises OSError: where the files cannot be made, ``failure`` says why.
+        """
+        self.failure = ""
+        self._clock = clock if clock is not None else MonotonicClock()
+        self._max_pending_bytes = max_pending_bytes
+        self._flush_interval_s = flush_interval_s
+        self._flush_interval_ns = int(flush_interval_s * 1e9)
+        self._flushed_ns = self._clock.now_ns()
+        self._rank = header.rank
+        self._pid = os.getpid()
+        self._queue: deque[_Item] = deque()
+        self._changed = threading.Condition()
+        self._stored: set[bytes] = set()
+        self._pending_bytes = 0
+        self._signature_count = 0
+        self._flushes_asked = 0
+        self._flushes_done = 0
+        self._wake_asked = False
+        self._end: EndLine | None = None
+        self._stop_reason = ""
+        self._closed = False
+        self._thread = threading.Thread(target=self._write, name="ranklens-trace-writer", daemon=True)
+        path = directory / rank_directory(header.rank)
+        try:
+            self._files = RankFiles(path, HeaderLine(run=run, header=header), opener)
+        except OSError as error:
+            self._give_up(f"{path}: {error}")
+            return
+        self._thread.start()
+
+    # Rows: the hot path.
+
+    def call(self, row: CallRow) -> None:
+        """Record a call that was issued."""
+        self._put(row)
+
+    def completion(self, row: CompletionRow) -> None:
+        """Record the end of a call. Its results must have been stored before."""
+        self._put(row)
+
+    def wait(self, row: WaitRow) -> None:
+        """Record a wait that ended."""
+        self._put(row)
+
+    def signature(self, signature: Signature) -> int:
+        """Record a signature not seen before; its number, to be used in ``CallRow.signature``."""
+        if self._is_off():
+            return self._signature_count
+        with self._changed:
+            number = self._signature_count
+            self._signature_count += 1
+            self._put(signature)
+        return number
+
+    # Values.
+
+    def has(self, address: bytes) -> bool:
+        """Whether the value at ``address`` need not be stored (again)."""
+        return address in self._stored or self._is_off()
+
+    def store(self, address: bytes, data: Data) -> None:
+        """Keep a value under its ``content_address``, once.
+
+        ``data`` (C-contiguous) is copied before this returns, unless it is ``bytes``. Waits while
+        more than ``max_pending_bytes`` are queued.
+        """
+        if self._is_off():
+            return
+        nbytes = memoryview(data).nbytes
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_room(nbytes))
+            if self._is_off() or address in self._stored:
+                return
+            self._pending_bytes += nbytes
+            self._queue.append(_Value(address, bytes(data)))
+            self._stored.add(address)  # last: who sees it may refer to it
+            if self._pending_bytes >= WAKE_AT_BYTES:
+                self._wake()
+
+    # Lines of the journal.
+
+    def group(self, group: GroupRecord) -> None:
+        """Record a group that was made."""
+        self._put(GroupLine(group=group))
+
+    def role(self, key: str, role: str) -> None:
+        """Record what the group ``key`` is used for; replaces an earlier role."""
+        self._put(RoleLine(key=key, role=role))
+
+    def step(self, step: Step) -> None:
+        """Record a step that ended."""
+        self._put(StepLine(step=step))
+
+    def environment(self, item: EnvironmentItem) -> None:
+        """Record a fact about where the program runs."""
+        self._put(EnvironmentLine(item=item))
+
+    def printed(self, item: Printed) -> None:
+        """Record a metric that the program printed."""
+        self._put(PrintedLine(item=item))
+
+    # Life.
+
+    def flush(self) -> None:
+        """Return once all that was recorded before is on disk, or writing has failed."""
+        if self._is_off():
+            return
+        with self._changed:
+            self._flushes_asked += 1
+            asked = self._flushes_asked
+            self._wake()
+            self._changed.wait_for(lambda: self._flushes_done >= asked or self._is_off())
+
+    def close(self, exit_status: int | None) -> None:
+        """Write all that is left, mark the rank complete, end the thread. Later calls do nothing."""
+        if self._is_off():
+            return
+        with self._changed:
+            self._end = EndLine(time_ns=self._clock.now_ns(), exit_status=exit_status)
+            self._wake()
+        self._thread.join()
+
+    def fail(self, reason: str) -> None:
+        """The recorder cannot go on: keep what there is, write ``reason`` down, do nothing from now on."""
+        with self._changed:
+            self._stop_reason = reason
+            self._wake()
+
+    @property
+    def rank(self) -> int:
+        """The rank this writer writes."""
+        return self._rank
+
+    # Producers' side.
+
+    def _is_off(self) -> bool:
+        return bool(self.failure) or self._closed or os.getpid() != self._pid
+
+    def _put(self, item: _Item) -> None:
+        if self._is_off():
+            return
+        queue = self._queue
+        queue.append(item)
+        if len(queue) % FLUSH_ROWS == 0:
+            self._wake_and_wait()
+
+    def _wake(self) -> None:
+        self._wake_asked = True
+        self._changed.notify_all()
+
+    def _wake_and_wait(self) -> None:
+        """Wake the writer; wait for it if it is far behind."""
+        with self._changed:
+            self._wake()
+            self._changed.wait_for(lambda: len(self._queue) < MAX_PENDING_ITEMS or self._is_off())
+
+    def _has_room(self, nbytes: int) -> bool:
+        """Room for ``nbytes``; a value larger than all the room goes through alone."""
+        pending = self._pending_bytes
+        return not pending or pending + nbytes <= self._max_pending_bytes or self._is_off()
+
+    # The writer thread's side.
+
+    def _write(self) -> None:
+        try:
+            while not (self._closed or self.failure):
+                self._write_once()
+        except Exception as error:  # whatever it is, the training must go on
+            self._fail(f"{type(error).__name__}: {error}")
+
+    def _write_once(self) -> None:
+        """Wait for work, write what is queued, and flush if that is due."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._wake_asked, timeout=self._flush_interval_s)
+            self._wake_asked = False
+            end, asked, stop_reason = self._end, self._flushes_asked, self._stop_reason
+        for _ in range(len(self._queue)):
+            self._write_item(self._queue.popleft())
+            if self._files.row_count >= FLUSH_ROWS:
+                self._flush()
+        now_ns = self._clock.now_ns()
+        if (
+            end is not None
+            or asked > self._flushes_done
+            or now_ns - self._flushed_ns >= self._flush_interval_ns
+        ):
+            self._flush()
+        if end is not None:
+            self._files.finish(now_ns)
+            self._files.line(end)
+            self._files.close()
+        with self._changed:
+            self._flushes_done = asked
+            self._closed = end is not None
+            self._changed.notify_all()
+
+    def _write_item(self, item: _Item) -> None:
+        if isinstance(item, _Value):
+            self._files.value(item.address, item.data)
+            with self._changed:
+                self._pending_bytes -= len(item.data)
+                self._changed.notify_all()
+        elif isinstance(item, Row):
+            self._files.row(item)
+        else:
+            self._files.line(item)
+
+    def _flush(self) -> None:
+        self._flushed_ns = self._clock.now_ns()
+        self._files.flush(self._flushed_ns)
+
+    def _fail(self, reason: str) -> None:
+        """Stop writing, and say so in the journal if that is possible."""
+        self._give_up(reason)
+        try:
+            self._files.line(FailureLine(time_ns=self._clock.now_ns(), text=reason))
+            self._files.close()
+        except OSError as error:
+            logger.error("rank %d: the journal does not say so: %s", self._rank, error)
+
+    def _give_up(self, reason: str) -> None:
+        """From now on every method does nothing; whoever waits goes on."""
+        logger.error(
+            "rank %d: recording stopped: %s. The program goes on; its trace ends here.", self._rank, reason
+        )
+        with self._changed:
+            self.failure = reason
+            self._queue.clear()
+            self._changed.notify_all()

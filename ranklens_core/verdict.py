@@ -1,0 +1,194 @@
+"""What a replay found: the JSON of ``--verdict`` and the last lines on stderr."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+import msgspec
+
+from ranklens_core.check.structure import Mismatch
+from ranklens_core.check.values import Divergence
+from ranklens_core.schema import EnvironmentItem
+
+VERDICT_VERSION = 1
+
+
+class Status(StrEnum):
+    """The outcome; ``EXIT_STATUS`` maps it to the command's exit status."""
+
+    OK = "ok"
+    STRUCTURE_MISMATCH = "structure-mismatch"
+    VALUES_DIVERGED = "values-diverged"
+    TRACE_ENDED = "trace-ended"
+    TRACE_UNUSABLE = "trace-unusable"
+    UNSUPPORTED = "unsupported"
+    PROGRAM_FAILED = "program-failed"
+    USAGE = "usage"
+
+
+EXIT_STATUS = {
+    Status.OK: 0,
+    Status.USAGE: 2,
+    Status.STRUCTURE_MISMATCH: 3,
+    Status.VALUES_DIVERGED: 4,
+    Status.TRACE_ENDED: 5,
+    Status.TRACE_UNUSABLE: 5,
+    Status.UNSUPPORTED: 6,
+}
+"""``PROGRAM_FAILED`` is absent: then the program's own exit status passes through."""
+
+
+class CallCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Calls the trace has for this rank (inside the recorded window), calls the program made."""
+
+    recorded: int
+    replayed: int
+
+
+class StructureResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Calls that matched of those recorded, over all and over the training calls."""
+
+    matched: int
+    total: int
+    training_matched: int
+    training_total: int
+    first_mismatch: Mismatch | None
+
+
+class ValuesResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Training calls whose inputs had the recorded bits, of those compared."""
+
+    identical: int
+    compared: int
+    first_divergence: Divergence | None
+
+
+class Provenance(msgspec.Struct, frozen=True, kw_only=True):
+    """How many calls got their result, and their time, from where."""
+
+    result: dict[str, int]
+    time: dict[str, int]
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One step's wall time now and as recorded; ``error_pct`` only where time was replayed."""
+
+    index: int
+    wall_ns: int
+    recorded_ns: int | None
+    error_pct: float | None
+
+
+class TimingResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Step-time errors in percent of the recorded; None where the task keeps no time."""
+
+    mean_abs_error_pct: float | None
+    worst_abs_error_pct: float | None
+
+
+class EnvironmentDifference(msgspec.Struct, frozen=True, kw_only=True):
+    """A recorded fact of the environment that was not so here; ``restored`` if it is now."""
+
+    what: str
+    recorded: str
+    now: str
+    restored: bool
+
+
+class PrintedResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Losses and gradient norms the program printed: how many are as recorded, digit by digit."""
+
+    identical: int
+    compared: int
+    last: dict[str, str]
+    first_difference: str
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a replay found out."""
+
+    version: int
+    task: str
+    rank: int
+    world_size: int
+    status: Status
+    message: str
+    calls: CallCounts
+    structure: StructureResult
+    values: ValuesResult
+    provenance: Provenance
+    steps: tuple[StepResult, ...]
+    timing: TimingResult
+    environment: tuple[EnvironmentDifference, ...]
+    printed: PrintedResult
+    bypassed: tuple[str, ...]
+    roles: tuple[str, ...]
+    versions: tuple[EnvironmentItem, ...]
+
+    def to_json(self) -> bytes:
+        """Indented JSON, stable in its order."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1)
+
+    def words(self, next_commands: Sequence[str]) -> str:
+        """The verdict for a person: one line a finding, then what to do next."""
+        lines = [self._headline(), *self._findings()]
+        lines.extend(
+            f"{'next' if index == 0 else '':<14}{command}" for index, command in enumerate(next_commands)
+        )
+        return "\n".join(lines)
+
+    def _headline(self) -> str:
+        versions = ", ".join(f"{item.name} {item.value}" for item in self.versions)
+        return "   ".join([f"rank {self.rank} of {self.world_size}", *self.roles, versions]).rstrip()
+
+    def _findings(self) -> list[str]:
+        structure, values = self.structure, self.values
+        lines = [
+            f"{'structure':<14}{structure.matched} of {structure.total} calls match"
+            f"          training {structure.training_matched} of {structure.training_total}"
+        ]
+        if structure.first_mismatch:
+            lines.extend(f"{'':<14}{line}" for line in structure.first_mismatch.text.splitlines())
+        if values.compared:
+            lines.append(
+                f"{'values':<14}{values.identical} of {values.compared} inputs identical{self._printed()}"
+            )
+        elif self.printed.compared:
+            lines.append(f"{'values':<14}inputs not compared{self._printed()}")
+        else:
+            lines.append(f"{'values':<14}not compared")
+        if values.first_divergence:
+            lines.extend(f"{'':<14}{line}" for line in values.first_divergence.text.splitlines())
+        if self.printed.first_difference:
+            lines.append(f"{'':<14}{self.printed.first_difference}")
+        lines.append(f"{'time':<14}{self._time()}")
+        synthesised = self.provenance.result.get("synthesised", 0)
+        if synthesised:
+            lines.append(f"{'results':<14}{synthesised} synthesised, not the real job's values")
+        lines.extend(
+            f"{'environment':<14}{item.what} was {item.recorded}, is {item.now}"
+            f"{', restored' if item.restored else ', NOT restored'}"
+            for item in self.environment
+        )
+        lines.extend(f"{'bypassed':<14}{name}" for name in self.bypassed)
+        if self.message:
+            lines.append(f"{self.status.value:<14}{self.message}")
+        return lines
+
+    def _printed(self) -> str:
+        printed = self.printed
+        if not printed.compared:
+            return ""
+        if printed.identical == printed.compared:
+            last = "   ".join(f"{name} {text}" for name, text in printed.last.items())
+            return f"     {last} as recorded"
+        return f"     {printed.identical} of {printed.compared} printed losses and norms as recorded"
+
+    def _time(self) -> str:
+        if self.timing.mean_abs_error_pct is None:
+            return "not asked for"
+        return (
+            f"step time off by {self.timing.mean_abs_error_pct:.1f}% on average, "
+            f"{self.timing.worst_abs_error_pct:.1f}% at worst, over {len(self.steps)} steps"
+        )
