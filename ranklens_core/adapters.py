@@ -8,6 +8,7 @@ themselves. Nothing else depends on the framework.
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -15,6 +16,8 @@ from torch._C._distributed_c10d import ProcessGroup
 
 from ranklens_core.import_hook import ImportHook
 from ranklens_core.steps import Steps
+
+log = logging.getLogger("ranklens")
 
 ADAPTERS = {
     "megatron.core": "ranklens_megatron.adapter",
@@ -41,16 +44,26 @@ class Adapter(Protocol):
 
 
 class Adapters:
-    """The adapters of the frameworks this program imports."""
+    """The adapters of the frameworks this program imports.
 
-    def __init__(self, steps: Steps) -> None:
+    ``strict``: an adapter that cannot be put in is an error (replay). Otherwise (recording) it is
+    logged, and the program goes on with steps from its optimizer and groups without roles.
+    """
+
+    def __init__(self, steps: Steps, *, strict: bool) -> None:
         self._steps = steps
+        self._strict = strict
         self.active: list[Adapter] = []
         self._hook = ImportHook({name: self._put_in(module) for name, module in ADAPTERS.items()})
 
     def _put_in(self, module: str) -> Callable[[], None]:
         def put_in() -> None:
-            self.active.append(importlib.import_module(module).Adapter(self._steps))
+            try:
+                self.active.append(importlib.import_module(module).Adapter(self._steps))
+            except Exception as error:
+                if self._strict:
+                    raise
+                log.exception("%s does not fit this version of its framework: %s", module, error)
 
         return put_in
 

@@ -43,7 +43,6 @@ from ranklens_core.trace import RankHeader, Trace, TraceWriter, content_address,
 from ranklens_core.verdict import (
     VERDICT_VERSION,
     CallCounts,
-    EnvironmentDifference,
     PrintedResult,
     Provenance,
     Status,
@@ -152,7 +151,7 @@ class RecordSession:
             self.writer.environment(item)
         self.steps = Steps(clock, self._name_roles, self._step_ended)
         self._groups = Groups(self.writer.group)
-        self.adapters = Adapters(self.steps)
+        self.adapters = Adapters(self.steps, strict=False)
         signatures = Signatures(self._groups, Sites(TIMER_FILES), self.writer.signature)
         self.recorder = Recorder(self.writer, signatures, self.steps, Values(keep_values, window), clock)
         self._optimizer_steps = OptimizerSteps(self.steps)
@@ -233,7 +232,7 @@ class ReplaySession:
         groups = Groups(self._made.append)
         self._patches.on_undo(groups.close)
         self.steps = Steps(clock, lambda: None, lambda _: None)
-        self.adapters = Adapters(self.steps)
+        self.adapters = Adapters(self.steps, strict=False)
         self._patches.on_undo(self.adapters.remove)
         signatures = Signatures(groups, Sites(TIMER_FILES), lambda _: None)
         recorded = {group.key: group for group in record.groups}

@@ -104,21 +104,50 @@ def test_defaults_of_the_environment(output: Output, monkeypatch: pytest.MonkeyP
 
 
 def test_an_exception_ends_all_and_its_traceback_comes_first(pipe: tuple[int, int], output: Output) -> None:
+    """The failing rank writes last: its traceback waits until another rank, told to end, has said so."""
+    def say_and_exit(*_: object) -> NoReturn:
+        os.write(2, b"told to end\n")
+        os.write(pipe[1], b"!")
+        os._exit(0)
+
+    def show_late(*hook_args: object) -> None:
+        os.read(pipe[0], 1)
+        sys.__excepthook__(*hook_args)  # type: ignore[arg-type]
+
     def target(rank: int) -> int:
         if rank == 2:
-            os.write(2, b"about to fail\n")
+            sys.excepthook = show_late
             raise ValueError("bad batch")
-        signal.signal(signal.SIGTERM, lambda *_: print("rank ended early", file=sys.stderr) or sys.exit(0))
-        os.write(1, b"ready\n")
-        block(pipe[0])
+        signal.signal(signal.SIGTERM, say_and_exit if rank == 0 else signal.SIG_DFL)
+        while True:
+            signal.pause()
 
     result = run_local(4, target, on_output=output, grace_s=60)
     assert result.first_failure == RankFailure(2, 1)
     assert summary(result)[1:] == ("rank 2 failed first: exit status 1", 1)
-    stderr = output.of("stderr")
-    assert output.of("stderr", 2).startswith(b"about to fail\nTraceback (most recent call last):\n")
-    assert output.of("stderr", 2).endswith(b"\nValueError: bad batch\n")
-    assert stderr.startswith(output.of("stderr", 2))
+    assert output.of("stderr").startswith(b"Traceback (most recent call last):\n")
+    assert output.of("stderr").endswith(b"\nValueError: bad batch\ntold to end\n")
+
+
+def test_a_consequence_is_shown_after_its_cause(
+    pipe: tuple[int, int], output: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_failure, "_SETTLE_NS", 10**12)
+
+    def target(rank: int) -> int:
+        if rank == 0:
+            atexit.register(os.write, pipe[1], b"!")  # after the traceback
+            raise ConnectionResetError("lost rank 1")
+        if rank == 1:
+            os.read(pipe[0], 1)
+            raise ValueError("the cause")
+        while True:
+            signal.pause()
+
+    result = run_local(3, target, on_output=output)
+    assert result.first_failure == RankFailure(1, 1)
+    assert [line for line in output.of("stderr").splitlines() if not line.startswith((b" ", b"Trace"))] == [
+        b"ValueError: the cause", b"ConnectionResetError: lost rank 1"]
 
 
 @pytest.mark.parametrize(

@@ -1,27 +1,31 @@
 """Put a handler in the place of every c10d kernel, and take it away again.
 
 Every caller of a collective passes through the dispatcher: ``torch.distributed``, the DDP
-reducer, functional collectives, DTensor and FSDP2. So one kernel per operator and device, all
-leading to the same ``Handler.handle``, sees every call. Real process groups stay untouched.
+reducer, functional collectives, DTensor and FSDP2. So one kernel per operator, all leading to the
+same ``Handler.handle``, sees every call. Real process groups and their kernels stay untouched.
+
+The kernels stand at the ``BackendSelect`` key, which is active for every call and lies above all
+devices. Going on from there with ``redispatch`` releases the GIL, as torch's own bindings do.
+Overriding the device kernels and calling the originals by ``call_boxed`` would keep the GIL, and
+deadlock: gloo destroys finished calls (their Python tensors need the GIL) under the same lock that
+a new call waits for.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import ProcessGroup, Work
-from torch.library import Library, get_kernel
+from torch.library import Library
 
 from ranklens_core.c10d.call import Call, Handler, Proceed
 from ranklens_core.c10d.ops import Operator, Returns, operators
 from ranklens_core.errors import UsageError
 from ranklens_core.patches import Patches
 
-DISPATCH_KEYS = ("CPU", "CUDA", "SparseCPU", "SparseCUDA", "PrivateUse1")
-"""Keys with c10d kernels that communicate; ``Meta`` kernels do not."""
+_OURS = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
 
 _installed: Interposer | None = None
 
@@ -30,38 +34,11 @@ class Interposer:
     """The installed kernels and patched methods; ``remove()`` leaves torch as it was."""
 
     def __init__(self, handler: Handler) -> None:
-        self._library: Library | None = Library("c10d", "IMPL")  # noqa: TOR901 removed in remove()
+        self._library: Library | None = Library("c10d", "IMPL")
         self._patches = Patches()
-        with warnings.catch_warnings():
-            # torch warns that a kernel is overridden, which is what is asked for here
-            warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel.*")
-            for operator in operators():
-                for key in DISPATCH_KEYS:
-                    if torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{operator.name}", key):
-                        self._override(operator, key, handler)
+        for operator in operators():
+            self._library.impl(operator.name, _kernel(operator, handler), "BackendSelect", with_keyset=True)
         self._patch_methods(handler)
-
-    def _override(self, operator: Operator, key: str, handler: Handler) -> None:
-        original = get_kernel(f"c10d::{operator.name}", key)  # type: ignore[arg-type]
-        returns = operator.returns
-
-        def kernel(keyset: Any, *args: Any) -> Any:
-            def proceed() -> Work | None:
-                result = original.call_boxed(keyset, *args)
-                if returns is Returns.NOTHING:
-                    return None
-                return Work.unbox(result if returns is Returns.WORK else result[1])
-
-            call = Call(operator, args)
-            work = handler.handle(call, proceed)
-            if returns is Returns.NOTHING:
-                return None
-            assert work is not None, f"the handler gave no Work for c10d::{operator.name}"
-            boxed = work.boxed()
-            return boxed if returns is Returns.WORK else (call.boxed_outputs, boxed)
-
-        assert self._library is not None
-        self._library.impl(operator.name, kernel, key, with_keyset=True, allow_override=True)
 
     def _patch_methods(self, handler: Handler) -> None:
         """Waits and coalescing batches are methods, not operators."""
@@ -93,6 +70,31 @@ class Interposer:
             _installed = None
 
 
+def _kernel(operator: Operator, handler: Handler) -> Callable[..., Any]:
+    overload = getattr(torch.ops.c10d, operator.name).default
+    returns = operator.returns
+
+    def kernel(keyset: Any, *args: Any) -> Any:
+        def proceed() -> Work | None:
+            result = overload.redispatch(keyset - _OURS, *args)
+            if returns is Returns.NOTHING:
+                return None
+            return Work.unbox(result if returns is Returns.WORK else result[1])
+
+        call = Call(operator, args)
+        if call.device.type == "meta":
+            # shapes alone, as in tracing: nothing is communicated
+            return overload.redispatch(keyset - _OURS, *args)
+        work = handler.handle(call, proceed)
+        if returns is Returns.NOTHING:
+            return None
+        assert work is not None, f"the handler gave no Work for c10d::{operator.name}"
+        boxed = work.boxed()
+        return boxed if returns is Returns.WORK else (call.boxed_outputs, boxed)
+
+    return kernel
+
+
 def install(handler: Handler) -> Interposer:
     """Send every c10d call of this process to ``handler`` until ``remove()``.
 
@@ -111,6 +113,3 @@ def install(handler: Handler) -> Interposer:
 def is_installed() -> bool:
     """Whether a handler is in place."""
     return _installed is not None
-
-
-__all__ = ["Call", "Callable", "Handler", "Interposer", "install", "is_installed"]

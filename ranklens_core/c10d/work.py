@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work, _create_work_from_future
 
+
 def completed_work(tensors: list[torch.Tensor], device: torch.device) -> Work:
     """A Work that is complete, with ``tensors`` as its result."""
     future = new_future(device)

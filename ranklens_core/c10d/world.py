@@ -147,6 +147,8 @@ class OneRankWorld:
             fake = ",".join(f"{device}:fake" for device in devices)
             pg, pg_store = helper(group_size, group_rank, global_ranks, fake, store, *args, **kwargs)
             if pg is not c10d.GroupMember.NON_GROUP_MEMBER:
+                # torch guesses the default from the backends' names and finds no gloo or nccl there
+                pg._set_default_backend(ProcessGroup.BackendType.CUSTOM)
                 world = c10d._world
                 world.pg_map[pg] = (c10d.Backend(backend), world.pg_map[pg][1])
                 world.pg_backend_config[pg] = str(c10d.BackendConfig(c10d.Backend(backend)))

@@ -50,11 +50,13 @@ def install(patches: Patches) -> None:
     """Let ``Tensor.device`` and ``Tensor.is_cuda`` tell the side, in every thread and context alike."""
     device = torch._C.TensorBase.device
 
-    def on_device(tensor: torch.Tensor) -> bool:
-        return device.__get__(tensor).type == "cpu" and not is_host(tensor)
-
     def device_of(tensor: torch.Tensor) -> torch.device:
-        return DEVICE if on_device(tensor) else device.__get__(tensor)
+        with torch._C.DisableTorchFunction():  # programs ask often, and each step would go through the mode
+            real: torch.device = device.__get__(tensor)
+            return DEVICE if real.type == "cpu" and not is_host(tensor) else real
+
+    def on_device(tensor: torch.Tensor) -> bool:
+        return device_of(tensor) == DEVICE
 
     patches.set(torch.Tensor, "device", property(device_of))
     patches.set(torch.Tensor, "is_cuda", property(on_device))

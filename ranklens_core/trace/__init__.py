@@ -3,8 +3,8 @@
 The format is described in ``docs/trace-format.md``. Nothing here needs torch.
 """
 
-from ranklens_core.trace.journal import RankHeader
 from ranklens_core.trace.layout import prepare_directory, rank_directory
+from ranklens_core.trace.lines import RankHeader
 from ranklens_core.trace.payload import content_address
 from ranklens_core.trace.problem import Problem, ProblemKind
 from ranklens_core.trace.ranktrace import RankTrace

@@ -24,104 +24,23 @@ from ranklens_core.schema import (
     Step,
 )
 from ranklens_core.trace.files import AppendFile, write_all
+from ranklens_core.trace.lines import (
+    LINE_TYPES,
+    EndLine,
+    EnvironmentLine,
+    FailureLine,
+    FlushLine,
+    GroupLine,
+    HeaderLine,
+    Line,
+    PrintedLine,
+    RoleLine,
+    StepLine,
+)
+from ranklens_core.trace.problem import damaged
 from ranklens_core.trace.runfile import DECODE_ERRORS, decode_run
 from ranklens_core.trace.streams import ByteRange, Stream
 
-
-class RankHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a rank when its recording starts; fields as in ``RankRecord``."""
-
-    rank: int
-    host: str
-    pid: int
-    local_rank: int
-    has_values: bool
-    value_steps: tuple[int, int | None] | None
-    monotonic_ns: int
-    realtime_ns: int
-
-
-class HeaderLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="header"):
-    """The first line: repeats the run, so that a rank's directory explains itself."""
-
-    run: RunRecord
-    header: RankHeader
-
-
-class GroupLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="group"):
-    """A group was made."""
-
-    group: GroupRecord
-
-
-class RoleLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="role"):
-    """The role of the group ``key`` was learned; the last line about a group counts."""
-
-    key: str
-    role: str
-
-
-class StepLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="step"):
-    """A training step ended."""
-
-    step: Step
-
-
-class EnvironmentLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="environment"):
-    """A fact about where the program runs."""
-
-    item: EnvironmentItem
-
-
-class PrintedLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="printed"):
-    """The program printed a metric."""
-
-    item: Printed
-
-
-class FlushLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="flush"):
-    """Rows are on disk: these byte ranges, by stream. Rows count only once their flush is here."""
-
-    time_ns: int
-    ranges: dict[Stream, ByteRange]
-
-
-class FailureLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="failure"):
-    """Recording stopped early, while the program went on."""
-
-    time_ns: int
-    text: str
-
-
-class EndLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="end"):
-    """The rank closed its trace: all it did is recorded."""
-
-    time_ns: int
-    exit_status: int | None
-
-
-Line = (
-    HeaderLine
-    | GroupLine
-    | RoleLine
-    | StepLine
-    | EnvironmentLine
-    | PrintedLine
-    | FlushLine
-    | FailureLine
-    | EndLine
-)
-LINE_TYPES: tuple[type[msgspec.Struct], ...] = (
-    HeaderLine,
-    GroupLine,
-    RoleLine,
-    StepLine,
-    EnvironmentLine,
-    PrintedLine,
-    FlushLine,
-    FailureLine,
-    EndLine,
-)
 _KINDS = frozenset(str(line_type.__struct_config__.tag) for line_type in LINE_TYPES)
 
 _LINE = re.compile(rb"([0-9a-f]{16}) (.*)", re.DOTALL)
@@ -248,7 +167,7 @@ def summarise(lines: Sequence[Line], path: str) -> RankJournal:
         )
     start, *rest = lines
     if not isinstance(start, HeaderLine) or any(isinstance(line, HeaderLine) for line in rest):
-        raise TraceDamagedError(f"{path} is damaged: its header is not its first line. Copy the trace again.")
+        raise damaged(path, "its header is not its first line")
 
     groups: dict[str, GroupRecord] = {}
     roles: dict[str, str] = {}

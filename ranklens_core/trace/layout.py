@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from ranklens_core.errors import UsageError
@@ -53,6 +54,8 @@ def prepare_directory(path: Path, overwrite: bool = False, *, rank: int | None =
     target = path if rank is None else path / rank_directory(rank)
     try:
         target.mkdir(parents=True, exist_ok=True)
+        if rank is not None:
+            _refuse_strangers(path, path.iterdir(), deep=False)
         if any(target.iterdir()):
             if not overwrite:
                 raise UsageError(
@@ -71,13 +74,7 @@ def prepare_directory(path: Path, overwrite: bool = False, *, rank: int | None =
 def _delete_trace(path: Path, rank: int | None) -> None:
     """Delete the trace in ``path`` (or one rank's part) once all of it is known to be a trace."""
     entries = sorted(path.iterdir()) if rank is None else [path / rank_directory(rank)]
-    for entry in entries:
-        stranger = _stranger(entry)
-        if stranger is not None:
-            raise UsageError(
-                f"{path} holds {stranger.relative_to(path)}, which is no part of a trace: --overwrite "
-                "deletes traces only. Name another directory with --out."
-            )
+    _refuse_strangers(path, entries, deep=True)
     for entry in entries:
         if entry.is_dir():
             shutil.rmtree(entry)
@@ -87,18 +84,30 @@ def _delete_trace(path: Path, rank: int | None) -> None:
         entries[0].mkdir()
 
 
-def _stranger(entry: Path) -> Path | None:
-    """What in ``entry``, a direct child of a trace directory, RankLens did not write; None if nothing."""
-    if entry.is_symlink():
-        return entry
-    if entry.is_file():
-        return None if entry.name in (RUN_FILE, RUN_FILE_PART) else entry
-    if rank_of_directory(entry.name) is None:
-        return entry
-    for inner in sorted(entry.iterdir()):
-        if inner.is_symlink() or not inner.is_file() or not _RANK_FILE.fullmatch(inner.name):
-            return inner
-    return None
+def _refuse_strangers(path: Path, entries: Iterable[Path], *, deep: bool) -> None:
+    """Raise UsageError if RankLens did not write one of ``entries`` of the trace directory ``path``.
+
+    With ``deep``, the files in the ranks' directories are looked at too.
+    """
+    for entry in entries:
+        inner = sorted(entry.iterdir()) if deep and entry.is_dir() and not entry.is_symlink() else []
+        for candidate in (entry, *inner):
+            if not _is_ours(candidate, is_inner=candidate is not entry):
+                raise UsageError(
+                    f"{path} holds {candidate.relative_to(path)}, which is no part of a trace: RankLens "
+                    "neither writes beside it nor deletes it. Name another directory with --out."
+                )
+
+
+def _is_ours(path: Path, *, is_inner: bool) -> bool:
+    """Whether RankLens writes something of this name and kind."""
+    if path.is_symlink():
+        return False
+    if is_inner:
+        return path.is_file() and _RANK_FILE.fullmatch(path.name) is not None
+    if path.is_dir():
+        return rank_of_directory(path.name) is not None
+    return path.name in (RUN_FILE, RUN_FILE_PART)
 
 
 def _check_writable(directory: Path) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from ranklens_core.errors import TraceDamagedError, ValuesMissingError
+from ranklens_core.errors import ValuesMissingError
 from ranklens_core.trace.files import AppendFile, Data, Opener, write_all
 from ranklens_core.trace.layout import payload_file
+from ranklens_core.trace.problem import damaged
 
 ROLL_AT_BYTES = 1 << 30
 """A payload file that has reached this size is followed by the next."""
@@ -110,17 +111,13 @@ class PayloadReader:
             )
         file = self._file(place.file)
         if min(place.offset, place.nbytes) < 0 or place.offset + place.nbytes > len(file):
-            raise TraceDamagedError(
-                f"{self._path}/{payload_file(place.file)} is truncated: {self._file_bytes[place.file]} bytes "
-                f"were written, the file has {len(file)}. Copy the trace again, or record it again."
-            )
+            text = f"{self._file_bytes[place.file]} bytes were written, the file has {len(file)}"
+            raise damaged(f"{self._path}/{payload_file(place.file)}", text)
         value = file[place.offset : place.offset + place.nbytes]
         if address not in self._checked:
             if content_address(value) != address:
-                raise TraceDamagedError(
-                    f"{self._path}/{payload_file(place.file)} is damaged: {place.nbytes} bytes at {place.offset} "
-                    f"differ from their checksum {address.hex()}. Copy the trace again, or record it again."
-                )
+                text = f"bytes {place.offset} to {place.offset + place.nbytes} differ from their checksum"
+                raise damaged(f"{self._path}/{payload_file(place.file)}", text)
             self._checked.add(address)
         return value
 
@@ -128,8 +125,6 @@ class PayloadReader:
         if number not in self._files:
             data = self._read(payload_file(number)) if number >= 0 else None
             if data is None:
-                raise TraceDamagedError(
-                    f"{self._path}/{payload_file(number)} is missing. Copy the trace again, or record it again."
-                )
+                raise damaged(f"{self._path}/{payload_file(number)}", "the file is missing")
             self._files[number] = data
         return self._files[number]

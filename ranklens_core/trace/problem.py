@@ -1,10 +1,12 @@
-"""What can be wrong with a trace, as rows."""
+"""What can be wrong with a trace: as rows of a report, and as the error of one file."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 
 import msgspec
+
+from ranklens_core.errors import TraceDamagedError
 
 
 class ProblemKind(StrEnum):
@@ -24,3 +26,11 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     file: str
     kind: ProblemKind
     text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.file}: {self.text}" if self.file else f"{self.kind}: {self.text}"
+
+
+def damaged(path: str, text: str) -> TraceDamagedError:
+    """The error for a file whose bytes are not those that were written; ``text`` says how."""
+    return TraceDamagedError(f"{path} is damaged: {text}. Copy the trace again, or record it again.")

@@ -8,8 +8,9 @@ import msgspec
 
 from ranklens_core.schema import CallRow, CompletionRow, Signature, WaitRow
 from ranklens_core.trace.files import Opener
-from ranklens_core.trace.journal import FlushLine, HeaderLine, JournalWriter, Line
+from ranklens_core.trace.journal import JournalWriter
 from ranklens_core.trace.layout import JOURNAL_FILE
+from ranklens_core.trace.lines import FlushLine, HeaderLine, Line
 from ranklens_core.trace.payload import PayloadWriter
 from ranklens_core.trace.streams import ROW_TYPES, ByteRange, Stream, StreamWriter
 
@@ -64,8 +65,10 @@ class RankFiles:
 
     def close(self) -> None:
         """Close all files."""
-        for file in (self._journal, self._payload, *self._streams.values()):
-            file.close()
+        self._journal.close()
+        self._payload.close()
+        for writer in self._streams.values():
+            writer.close()
 
     def _commit(self, ranges: dict[Stream, ByteRange], time_ns: int) -> None:
         if ranges:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
-from typing import Any
+from types import GenericAlias
+from typing import TypeVar
 
 import msgspec
 import pyarrow as pa
@@ -16,7 +17,10 @@ from ranklens_core.trace.files import TraceFiles
 from ranklens_core.trace.journal import RankJournal
 from ranklens_core.trace.layout import rank_directory
 from ranklens_core.trace.payload import PayloadReader, ValueRow
+from ranklens_core.trace.problem import damaged
 from ranklens_core.trace.streams import Stream, read_stream
+
+RowT = TypeVar("RowT", bound=msgspec.Struct)
 
 _ROWS_AT_ONCE = 1 << 10
 """Rows turned into structs at a time: few, or the garbage collector walks their dicts again and again."""
@@ -38,7 +42,7 @@ class RankTrace:
     @cached_property
     def signatures(self) -> tuple[Signature, ...]:
         """Signatures by number."""
-        return tuple(self._rows(self._read(Stream.SIGNATURES), Signature))
+        return tuple(self._rows(self._read(Stream.SIGNATURES), Stream.SIGNATURES, Signature))
 
     @cached_property
     def calls(self) -> pa.Table:
@@ -64,7 +68,7 @@ class RankTrace:
     @cached_property
     def values(self) -> PayloadReader:
         """The values, by address."""
-        rows = self._rows(self._read(Stream.VALUES), ValueRow)
+        rows = self._rows(self._read(Stream.VALUES), Stream.VALUES, ValueRow)
         return PayloadReader(self.path, rows, self.data)
 
     @cached_property
@@ -88,8 +92,8 @@ class RankTrace:
     def call_records(self) -> Iterator[CallRecord]:
         """All calls in entry order."""
         rank, signatures = self.record.rank, self.signatures
-        ends = {row.entry: row for row in self._rows(self.completions, CompletionRow)}
-        for row in self._rows(self.calls, CallRow):
+        ends = {row.entry: row for row in self._rows(self.completions, Stream.COMPLETIONS, CompletionRow)}
+        for row in self._rows(self.calls, Stream.CALLS, CallRow):
             yield CallRecord(
                 rank=rank, signature=signatures[row.signature], row=row, completion=ends.get(row.entry)
             )
@@ -142,21 +146,18 @@ class RankTrace:
                 raise self._damaged(stream, "two rows have the same entry")
         return table
 
-    def _rows(self, table: pa.Table, row_type: type[Any]) -> Iterator[Any]:
-        """The rows of a table as structs."""
+    def _rows(self, table: pa.Table, stream: Stream, row_type: type[RowT]) -> Iterator[RowT]:
+        """The rows of a table of ``stream`` as structs."""
+        many = GenericAlias(list, (row_type,))
         for begin in range(0, table.num_rows, _ROWS_AT_ONCE):
             rows = table.slice(begin, _ROWS_AT_ONCE).to_pylist()
             try:
-                yield from msgspec.convert(rows, list[row_type])
+                yield from msgspec.convert(rows, many)
             except msgspec.ValidationError as error:
-                raise TraceDamagedError(
-                    f"{self.path}: a {row_type.__name__} is damaged: {error}. Record it again."
-                ) from error
+                raise self._damaged(stream, f"after row {begin}: {error}") from error
 
     def _damaged(self, stream: Stream, text: str) -> TraceDamagedError:
-        return TraceDamagedError(
-            f"{self.path}/{stream.file} is damaged: {text}. Copy the trace again, or record it again."
-        )
+        return damaged(f"{self.path}/{stream.file}", text)
 
 
 def _ascends(entries: pa.Array) -> bool:

@@ -12,7 +12,6 @@ import pyarrow as pa
 
 from ranklens_core.errors import (
     TraceDamagedError,
-    TraceError,
     TraceFormatError,
     TraceIncompleteError,
     TraceNotFoundError,
@@ -23,7 +22,7 @@ from ranklens_core.schema import GroupRecord, RankRecord, RunRecord, Step
 from ranklens_core.trace.files import TraceFiles, trace_files
 from ranklens_core.trace.journal import RankJournal, read_journal
 from ranklens_core.trace.layout import JOURNAL_FILE, RUN_FILE, rank_directory, rank_of_directory
-from ranklens_core.trace.problem import Problem, ProblemKind
+from ranklens_core.trace.problem import Problem, ProblemKind, damaged
 from ranklens_core.trace.ranktrace import RankTrace
 from ranklens_core.trace.runfile import decode_run_file
 
@@ -71,8 +70,8 @@ def _read_run(files: TraceFiles, names: list[str], found: list[int]) -> RunRecor
         raise TraceFormatError(f"{files.path} is one rank's part of a trace. Name the directory above it.")
     if not found:
         raise TraceFormatError(
-            f"{files.path} is no trace: it has neither {RUN_FILE} nor {rank_directory(0)}. Name the directory "
-            "that ranklens record wrote (--out)."
+            f"{files.path} is no trace: it has neither {RUN_FILE} nor {rank_directory(0)}. Name the "
+            "directory that ranklens record wrote (--out)."
         )
     for rank in found:
         try:
@@ -93,9 +92,7 @@ def _read_journal(files: TraceFiles, rank: int) -> RankJournal:
         )
     journal = read_journal(data, f"{files.path}/{name}")
     if journal.record.rank != rank:
-        raise TraceDamagedError(
-            f"{files.path}/{name} is the journal of rank {journal.record.rank}. Copy the trace again."
-        )
+        raise damaged(f"{files.path}/{name}", f"it is the journal of rank {journal.record.rank}")
     return journal
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from ranklens_core.errors import TraceDamagedError, TraceVersionError
+from ranklens_core.errors import TraceVersionError
 from ranklens_core.schema import TRACE_VERSION, RunRecord
 from ranklens_core.trace.layout import MAX_WORLD_SIZE, RUN_FILE, RUN_FILE_PART
+from ranklens_core.trace.problem import damaged
 
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeError, RecursionError)
 """What msgspec raises for bytes that are no JSON, or JSON of another shape."""
@@ -52,14 +53,10 @@ def decode_run_file(data: bytes, path: str) -> RunRecord:
     try:
         envelope = msgspec.json.decode(data, type=_Envelope)
     except DECODE_ERRORS as error:
-        raise TraceDamagedError(
-            f"{path} is damaged: {error}. Copy the trace again, or record it again."
-        ) from error
+        raise damaged(path, str(error)) from error
     body = bytes(envelope.run)
     if xxhash.xxh3_64_hexdigest(body) != envelope.checksum:
-        raise TraceDamagedError(
-            f"{path} is damaged: its content differs from its checksum. Copy the trace again, or record it again."
-        )
+        raise damaged(path, "its content differs from its checksum")
     return decode_run(body, path)
 
 
@@ -80,11 +77,7 @@ def decode_run(body: bytes, path: str) -> RunRecord:
             )
         run = msgspec.json.decode(body, type=RunRecord)
     except DECODE_ERRORS as error:
-        raise TraceDamagedError(
-            f"{path} is damaged: {error}. Copy the trace again, or record it again."
-        ) from error
+        raise damaged(path, str(error)) from error
     if not 1 <= run.world_size <= MAX_WORLD_SIZE:
-        raise TraceDamagedError(
-            f"{path} is damaged: a world of {run.world_size} ranks. Copy the trace again, or record it again."
-        )
+        raise damaged(path, f"a world of {run.world_size} ranks")
     return run

@@ -14,10 +14,10 @@ import msgspec
 import pyarrow as pa
 import xxhash
 
-from ranklens_core.errors import TraceDamagedError
 from ranklens_core.schema import ADDRESS_BYTES, CallRow, CompletionRow, Signature, WaitRow
 from ranklens_core.trace.files import AppendFile, write_all
 from ranklens_core.trace.payload import ValueRow
+from ranklens_core.trace.problem import damaged
 
 
 class Stream(StrEnum):
@@ -122,12 +122,12 @@ def range_problems(data: memoryview, ranges: Sequence[ByteRange]) -> list[str]:
     end = 0
     for part in ranges:
         if part.begin != end or part.end < part.begin:
-            problems.append(f"damaged: the journal goes from byte {end} to byte {part.begin}")
+            problems.append(f"the journal goes from byte {end} to byte {part.begin}")
         elif part.end > len(data):
-            problems.append(f"truncated: {part.end} bytes were written, the file has {len(data)}")
+            problems.append(f"{part.end} bytes were written, the file has {len(data)}")
             break
         elif xxhash.xxh3_128_hexdigest(data[part.begin : part.end]) != part.xxh3_128:
-            problems.append(f"damaged: bytes {part.begin} to {part.end} differ from their checksum")
+            problems.append(f"bytes {part.begin} to {part.end} differ from their checksum")
         end = part.end
     return problems
 
@@ -143,7 +143,7 @@ def read_stream(data: memoryview, ranges: Sequence[ByteRange], stream: Stream, p
     expected = schema_of(ROW_TYPES[stream])
     problems = range_problems(data, ranges)
     if problems:
-        raise TraceDamagedError(f"{path} is {problems[0]}. Copy the trace again, or record it again.")
+        raise damaged(path, problems[0])
     if not ranges:
         return expected.empty_table()
     try:
@@ -152,9 +152,7 @@ def read_stream(data: memoryview, ranges: Sequence[ByteRange], stream: Stream, p
         table.validate(full=True)
         return _with_schema(table, expected)
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
-        raise TraceDamagedError(
-            f"{path} is damaged: {error}. Copy the trace again, or record it again."
-        ) from error
+        raise damaged(path, str(error)) from error
 
 
 def _with_schema(table: pa.Table, expected: pa.Schema) -> pa.Table:

@@ -27,7 +27,8 @@ from ranklens_core.schema import (
     WaitRow,
 )
 from ranklens_core.trace.files import Data, Opener, open_new
-from ranklens_core.trace.journal import (
+from ranklens_core.trace.layout import rank_directory
+from ranklens_core.trace.lines import (
     EndLine,
     EnvironmentLine,
     FailureLine,
@@ -39,7 +40,6 @@ from ranklens_core.trace.journal import (
     RoleLine,
     StepLine,
 )
-from ranklens_core.trace.layout import rank_directory
 from ranklens_core.trace.rankfiles import RankFiles, Row
 
 logger = logging.getLogger("ranklens.trace")
@@ -67,8 +67,9 @@ class TraceWriter:
 
     A forked child has no part in it: there every method does nothing.
 
-    ``failure`` is "" or why writing stopped (disk full, ...). From then on every method does
-    nothing and nobody waits. The failure is logged and, where that is possible, in the journal.
+    ``rank`` is the global rank. ``failure`` is "" or why writing stopped (disk full, ...). From
+    then on every method does nothing and nobody waits. The failure is logged and, where that is
+    possible, in the journal.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class TraceWriter:
         self._flush_interval_s = flush_interval_s
         self._flush_interval_ns = int(flush_interval_s * 1e9)
         self._flushed_ns = self._clock.now_ns()
-        self._rank = header.rank
+        self.rank = header.rank
         self._pid = os.getpid()
         self._queue: deque[_Item] = deque()
         self._changed = threading.Condition()
@@ -104,8 +105,7 @@ class TraceWriter:
         self._flushes_asked = 0
         self._flushes_done = 0
         self._wake_asked = False
-        self._end: EndLine | None = None
-        self._stop_reason = ""
+        self._end: EndLine | FailureLine | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._write, name="ranklens-trace-writer", daemon=True)
         path = directory / rank_directory(header.rank)
@@ -201,23 +201,25 @@ class TraceWriter:
 
     def close(self, exit_status: int | None) -> None:
         """Write all that is left, mark the rank complete, end the thread. Later calls do nothing."""
+        self._finish(EndLine(time_ns=self._clock.now_ns(), exit_status=exit_status))
+        if self._thread.is_alive() and os.getpid() == self._pid:
+            self._thread.join()
+
+    def fail(self, reason: str) -> None:
+        """Stop recording because of ``reason``; what was recorded before is still written.
+
+        Does not wait for that: ``close`` does.
+        """
+        self._finish(FailureLine(time_ns=self._clock.now_ns(), text=reason))
+
+    def _finish(self, end: EndLine | FailureLine) -> None:
         if self._is_off():
             return
         with self._changed:
-            self._end = EndLine(time_ns=self._clock.now_ns(), exit_status=exit_status)
+            self._end = end
+            if isinstance(end, FailureLine):
+                self.failure = end.text
             self._wake()
-        self._thread.join()
-
-    def fail(self, reason: str) -> None:
-        """The recorder cannot go on: keep what there is, write ``reason`` down, do nothing from now on."""
-        with self._changed:
-            self._stop_reason = reason
-            self._wake()
-
-    @property
-    def rank(self) -> int:
-        """The rank this writer writes."""
-        return self._rank
 
     # Producers' side.
 
@@ -251,7 +253,7 @@ class TraceWriter:
 
     def _write(self) -> None:
         try:
-            while not (self._closed or self.failure):
+            while not self._closed:
                 self._write_once()
         except Exception as error:  # whatever it is, the training must go on
             self._fail(f"{type(error).__name__}: {error}")
@@ -261,7 +263,7 @@ class TraceWriter:
         with self._changed:
             self._changed.wait_for(lambda: self._wake_asked, timeout=self._flush_interval_s)
             self._wake_asked = False
-            end, asked, stop_reason = self._end, self._flushes_asked, self._stop_reason
+            end, asked = self._end, self._flushes_asked
         for _ in range(len(self._queue)):
             self._write_item(self._queue.popleft())
             if self._files.row_count >= FLUSH_ROWS:
@@ -301,15 +303,17 @@ class TraceWriter:
         """Stop writing, and say so in the journal if that is possible."""
         self._give_up(reason)
         try:
-            self._files.line(FailureLine(time_ns=self._clock.now_ns(), text=reason))
-            self._files.close()
+            try:
+                self._files.line(FailureLine(time_ns=self._clock.now_ns(), text=reason))
+            finally:
+                self._files.close()
         except OSError as error:
-            logger.error("rank %d: the journal does not say so: %s", self._rank, error)
+            logger.error("rank %d: the journal does not say so: %s", self.rank, error)
 
     def _give_up(self, reason: str) -> None:
         """From now on every method does nothing; whoever waits goes on."""
         logger.error(
-            "rank %d: recording stopped: %s. The program goes on; its trace ends here.", self._rank, reason
+            "rank %d: recording stopped: %s. The program goes on; its trace ends here.", self.rank, reason
         )
         with self._changed:
             self.failure = reason
