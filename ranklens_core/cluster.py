@@ -89,13 +89,20 @@ def run_local(
     if start_method not in ("fork", "spawn"):
         raise UsageError(f"start method {start_method!r}: choose fork (CPU) or spawn (GPU)")
     if callable(target) != (start_method == "fork"):
-        raise UsageError("fork runs a function, spawn runs the arguments of a fresh python; "
-                         f"start_method={start_method!r} was given {type(target).__name__}")
+        raise UsageError(
+            "fork runs a function, spawn runs the arguments of a fresh python; "
+            f"start_method={start_method!r} was given {type(target).__name__}"
+        )
     base_env = {"OMP_NUM_THREADS": "1", **os.environ, **(env or {})}
     base_env.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # would make ranks wait for torchrun's store
-    job_env = base_env | {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc), "GROUP_RANK": "0",
-                          "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1",
-                          "MASTER_PORT": str(master_port or _free_port())}
+    job_env = base_env | {
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "GROUP_RANK": "0",
+        "NODE_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(master_port or _free_port()),
+    }
     started_ns = time.monotonic_ns()
     with LocalJob(nproc, grace_s, on_output or write_output) as job:
         with _quiet_heap():
@@ -104,8 +111,12 @@ def run_local(
             gc.freeze()
             job.start(target, job_env)
         job.watch()
-    return ClusterResult(statuses=job.statuses(), first_failure=job.first_failure,
-                         interrupted_by=job.interrupted_by, wall_ns=time.monotonic_ns() - started_ns)
+    return ClusterResult(
+        statuses=job.statuses(),
+        first_failure=job.first_failure,
+        interrupted_by=job.interrupted_by,
+        wall_ns=time.monotonic_ns() - started_ns,
+    )
 
 
 def _import_all(names: Sequence[str], env: Mapping[str, str]) -> None:

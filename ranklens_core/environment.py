@@ -43,7 +43,9 @@ _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|COOKIE|AUTH|DSN|PROXY",
 
 
 _SAFE_VALUE = re.compile(r"[\w.,:;=+ -]*")
-_UNSAFE_NAME = re.compile(r"(LD|DYLD|PYTHON(?!HASHSEED)|GIT|PIP)\w*|CC|CXX|NVCC\w*|\w*(PLUGIN|PRELOAD|EXEC|CMD|COMMAND|HOOK)\w*")
+_UNSAFE_NAME = re.compile(
+    r"(LD|DYLD|PYTHON(?!HASHSEED)|GIT|PIP)\w*|CC|CXX|NVCC\w*|\w*(PLUGIN|PRELOAD|EXEC|CMD|COMMAND|HOOK)\w*"
+)
 """A trace is a stranger's data: it may set numbers and switches, never name a file, a module or a
 program that something here would load or start."""
 
@@ -103,9 +105,7 @@ def capture() -> list[EnvironmentItem]:
         for name, value in sorted(os.environ.items())
         if _DECIDES_NUMBERS.fullmatch(name)
     )
-    items.extend(
-        EnvironmentItem(kind=kind, name=name, value=read()) for kind, name, read, _ in _SETTINGS
-    )
+    items.extend(EnvironmentItem(kind=kind, name=name, value=read()) for kind, name, read, _ in _SETTINGS)
     return items
 
 

@@ -89,8 +89,10 @@ class LocalJob:
             try:
                 self._start_rank(rank, target, {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
             except OSError as error:
-                raise RankLensError(f"could not start rank {rank} of {self._nproc}: {error.strerror}; "
-                                    f"use fewer ranks or raise the limit (ulimit -n, ulimit -u)") from error
+                raise RankLensError(
+                    f"could not start rank {rank} of {self._nproc}: {error.strerror}; "
+                    f"use fewer ranks or raise the limit (ulimit -n, ulimit -u)"
+                ) from error
 
     def statuses(self) -> tuple[int, ...]:
         return tuple(0 if rank.status is None else rank.status for rank in self.ranks)
@@ -108,8 +110,19 @@ class LocalJob:
             try:
                 pid = os.fork()
                 if pid == 0:
-                    run_rank(RankSetup(rank, os.getppid(), out_write, err_write, self._report_write_fd,
-                                       (out, err, *self._own_fds()), env, mask), target)
+                    run_rank(
+                        RankSetup(
+                            rank,
+                            os.getppid(),
+                            out_write,
+                            err_write,
+                            self._report_write_fd,
+                            (out, err, *self._own_fds()),
+                            env,
+                            mask,
+                        ),
+                        target,
+                    )
                 with contextlib.suppress(OSError):  # the child does the same; whoever comes first
                     os.setpgid(pid, pid)
                 streams = (RankStream(rank, "stdout", out), RankStream(rank, "stderr", err))
@@ -176,7 +189,7 @@ class LocalJob:
         ended = self._collect_ended(ready)
         reports = _read_all(self._report_fd)
         for offset in range(0, len(reports), FailureReport.SIZE):
-            report = FailureReport.from_bytes(reports[offset:offset + FailureReport.SIZE])
+            report = FailureReport.from_bytes(reports[offset : offset + FailureReport.SIZE])
             self.ranks[report.rank].report = report
             self._failures.add_report(report, time.monotonic_ns())
         for rank, status, signum in ended:

@@ -13,8 +13,18 @@ from collections.abc import Iterator
 
 from ranklens_core.program import Program
 
-FRAMEWORKS = ("torch", "deepspeed", "megatron.core", "transformers", "accelerate", "datasets", "lightning",
-              "pytorch_lightning", "torchvision", "numpy")
+FRAMEWORKS = (
+    "torch",
+    "deepspeed",
+    "megatron.core",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "lightning",
+    "pytorch_lightning",
+    "torchvision",
+    "numpy",
+)
 _WITHOUT_TORCH = ("numpy", "datasets")
 # The first optimizer or DDP module imports torch._dynamo: 0.9 s and 73 MB a rank (torch 2.13) if not shared.
 _TORCH = ("torch", "torch.distributed", "torch._dynamo")
@@ -66,9 +76,13 @@ def _top_level_imports(path: str) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             yield node.module
             # `from package import name` may import a module; a name that is none is not found as a file.
-            yield from (f"{node.module}.{alias.name}" for alias in node.names
-                        if node.module not in FRAMEWORKS and alias.name != "*"
-                        and not node.module.startswith(tuple(f + "." for f in FRAMEWORKS)))
+            yield from (
+                f"{node.module}.{alias.name}"
+                for alias in node.names
+                if node.module not in FRAMEWORKS
+                and alias.name != "*"
+                and not node.module.startswith(tuple(f + "." for f in FRAMEWORKS))
+            )
         elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.expr):
             waiting[:0] = ast.iter_child_nodes(node)
 

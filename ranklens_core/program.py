@@ -60,12 +60,16 @@ class Program:
                 raise UsageError(f"no module named {name!r} in {os.getcwd()} or the installed packages")
             return program
         if first.startswith("-"):
-            raise UsageError(f"{first}: options of the interpreter belong to RankLens's own: "
-                             f"`python {first} -m ranklens_core ... -- PROGRAM`")
+            raise UsageError(
+                f"{first}: options of the interpreter belong to RankLens's own: "
+                f"`python {first} -m ranklens_core ... -- PROGRAM`"
+            )
         launcher = os.path.basename(first)
         if launcher in _LAUNCHERS:
-            raise UsageError(f"{launcher} starts RankLens, not the other way round: `{launcher} ... -m "
-                             f"ranklens_core record -- PROGRAM`; or let RankLens start the ranks (--nproc)")
+            raise UsageError(
+                f"{launcher} starts RankLens, not the other way round: `{launcher} ... -m "
+                f"ranklens_core record -- PROGRAM`; or let RankLens start the ranks (--nproc)"
+            )
         if not first.endswith(".py"):
             raise UsageError(f"{first}: PROGRAM is a .py file or `-m module`; RankLens runs Python only")
         if not os.path.isfile(first):
@@ -137,8 +141,9 @@ class Program:
     def _load_script(self, main: ModuleType) -> CodeType:
         path = os.path.abspath(self.target)
         loader = SourceFileLoader("__main__", path)
-        main.__dict__.update(__file__=path, __loader__=loader, __package__=None, __spec__=None,
-                             __cached__=None)
+        main.__dict__.update(
+            __file__=path, __loader__=loader, __package__=None, __spec__=None, __cached__=None
+        )
         with io.open_code(path) as file:
             # Without dont_inherit this file's own `from __future__` would reach into the program.
             return compile(file.read(), path, "exec", dont_inherit=True)
@@ -156,8 +161,13 @@ class Program:
         code = get_code(spec.name) if spec is not None and get_code is not None else None
         if spec is None or code is None:
             raise UsageError(f"{name} cannot be run: no module of that name with Python code")
-        main.__dict__.update(__file__=spec.origin, __loader__=spec.loader, __package__=spec.parent,
-                             __spec__=spec, __cached__=spec.cached)
+        main.__dict__.update(
+            __file__=spec.origin,
+            __loader__=spec.loader,
+            __package__=spec.parent,
+            __spec__=spec,
+            __cached__=spec.cached,
+        )
         sys.argv[0] = spec.origin or name
         assert isinstance(code, CodeType)
         return code
@@ -225,10 +235,13 @@ def _check_interpreter(token: str) -> None:
     version = _PYTHON_NAME.fullmatch(os.path.basename(token))
     running = (str(sys.version_info.major), f"{sys.version_info.major}.{sys.version_info.minor}")
     same_place = os.path.dirname(token) == "" or (
-        os.path.abspath(os.path.dirname(token)) == os.path.dirname(os.path.abspath(sys.executable)))
+        os.path.abspath(os.path.dirname(token)) == os.path.dirname(os.path.abspath(sys.executable))
+    )
     if not same_place or (version and version[1] and version[1] not in running):
-        raise UsageError(f"{token} is not the interpreter RankLens runs in ({sys.executable}); "
-                         f"start RankLens from it: `{token} -m ranklens_core ...`")
+        raise UsageError(
+            f"{token} is not the interpreter RankLens runs in ({sys.executable}); "
+            f"start RankLens from it: `{token} -m ranklens_core ...`"
+        )
 
 
 def _find_spec(name: str, directory: str) -> ModuleSpec | None:

@@ -17,7 +17,9 @@ _SETTLE_NS = 250_000_000
 _PEER_LOSS_TYPES = {"ConnectionError", "DistBackendError", "DistNetworkError", "DistStoreError"}
 _PEER_LOSS_TEXT = re.compile(
     r"connection (was )?(reset|closed|refused|aborted)|broken pipe|socket|remote (peer|process)|by peer"
-    r"|0 bytes|timed out|timeout|nccl", re.IGNORECASE)
+    r"|0 bytes|timed out|timeout|nccl",
+    re.IGNORECASE,
+)
 # The runtime aborts on an exception in a thread of its own, which a lost peer causes too.
 _PEER_LOSS_SIGNALS = (signal.SIGABRT, signal.SIGPIPE)
 

@@ -102,8 +102,14 @@ def _become_rank(setup: RankSetup) -> None:
 
 def _line_buffered(fd: int, like: IO[str] | None) -> Any:
     # Line by line although it is a pipe: what a rank printed before it was killed is not lost.
-    return open(fd, "w", buffering=1, closefd=False,
-                encoding=getattr(like, "encoding", None), errors=getattr(like, "errors", None))
+    return open(
+        fd,
+        "w",
+        buffering=1,
+        closefd=False,
+        encoding=getattr(like, "encoding", None),
+        errors=getattr(like, "errors", None),
+    )
 
 
 def _leave_launcher_state_behind() -> None:

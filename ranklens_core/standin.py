@@ -24,7 +24,9 @@ def wants_cpu_cuda(asked: bool, frameworks: Sequence[str]) -> bool:
             "--cpu is not for DeepSpeed programs: DeepSpeed trains on the CPU by itself (DS_ACCELERATOR=cpu)."
         )
     if asked and torch.cuda.is_available():
-        raise UsageError("--cpu: there is a GPU here. Hide it with CUDA_VISIBLE_DEVICES= to train on the CPU.")
+        raise UsageError(
+            "--cpu: there is a GPU here. Hide it with CUDA_VISIBLE_DEVICES= to train on the CPU."
+        )
     if asked or deepspeed or torch.cuda.is_available():
         return asked
     if any(name.split(".")[0] == "megatron" for name in frameworks):

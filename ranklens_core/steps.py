@@ -21,9 +21,7 @@ class Steps:
     """The step the program is in. ``on_begin`` is told once that set-up is over, ``on_end`` of every
     finished step."""
 
-    def __init__(
-        self, clock: Clock, on_begin: Callable[[], None], on_end: Callable[[Step], None]
-    ) -> None:
+    def __init__(self, clock: Clock, on_begin: Callable[[], None], on_end: Callable[[Step], None]) -> None:
         self._clock = clock
         self._on_begin = on_begin
         self._on_end = on_end

@@ -13,6 +13,9 @@ from ranklens_core.schema import EnvironmentItem
 
 VERDICT_VERSION = 1
 
+W = 20
+"""Width of the first column of the verdict in words."""
+
 
 class Status(StrEnum):
     """The outcome; ``EXIT_STATUS`` maps it to the command's exit status."""
@@ -134,7 +137,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         """The verdict for a person: one line a finding, then what to do next."""
         lines = [self._headline(), *self._findings()]
         lines.extend(
-            f"{'next' if index == 0 else '':<14}{command}" for index, command in enumerate(next_commands)
+            f"{'next' if index == 0 else '':<{W}}{command}" for index, command in enumerate(next_commands)
         )
         return "\n".join(lines)
 
@@ -145,35 +148,35 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     def _findings(self) -> list[str]:
         structure, values = self.structure, self.values
         lines = [
-            f"{'structure':<14}{structure.matched} of {structure.total} calls match"
+            f"{'structure':<{W}}{structure.matched} of {structure.total} calls match"
             f"          training {structure.training_matched} of {structure.training_total}"
         ]
         if structure.first_mismatch:
-            lines.extend(f"{'':<14}{line}" for line in structure.first_mismatch.text.splitlines())
+            lines.extend(f"{'':<{W}}{line}" for line in structure.first_mismatch.text.splitlines())
         if values.compared:
             lines.append(
-                f"{'values':<14}{values.identical} of {values.compared} inputs identical{self._printed()}"
+                f"{'values':<{W}}{values.identical} of {values.compared} inputs identical{self._printed()}"
             )
         elif self.printed.compared:
-            lines.append(f"{'values':<14}inputs not compared{self._printed()}")
+            lines.append(f"{'values':<{W}}inputs not compared{self._printed()}")
         else:
-            lines.append(f"{'values':<14}not compared")
+            lines.append(f"{'values':<{W}}not compared")
         if values.first_divergence:
-            lines.extend(f"{'':<14}{line}" for line in values.first_divergence.text.splitlines())
+            lines.extend(f"{'':<{W}}{line}" for line in values.first_divergence.text.splitlines())
         if self.printed.first_difference:
-            lines.append(f"{'':<14}{self.printed.first_difference}")
-        lines.append(f"{'time':<14}{self._time()}")
+            lines.append(f"{'':<{W}}{self.printed.first_difference}")
+        lines.append(f"{'time':<{W}}{self._time()}")
         synthesised = self.provenance.result.get("synthesised", 0)
         if synthesised:
-            lines.append(f"{'results':<14}{synthesised} synthesised, not the real job's values")
+            lines.append(f"{'results':<{W}}{synthesised} synthesised, not the real job's values")
         lines.extend(
-            f"{'environment':<14}{item.what} was {item.recorded}, is {item.now}"
+            f"{'environment':<{W}}{item.what} was {item.recorded}, is {item.now}"
             f"{', restored' if item.restored else ', NOT restored'}"
             for item in self.environment
         )
-        lines.extend(f"{'bypassed':<14}{name}" for name in self.bypassed)
+        lines.extend(f"{'bypassed':<{W}}{name}" for name in self.bypassed)
         if self.message:
-            lines.append(f"{self.status.value:<14}{self.message}")
+            lines.append(f"{self.status.value:<{W}}{self.message}")
         return lines
 
     def _printed(self) -> str:

@@ -50,11 +50,7 @@ class Call:
         self.boxed_outputs: Any = values[operator.outputs] if operator.outputs else None
         self.outputs: list[torch.Tensor] = _flat(self.boxed_outputs)
         self.inputs: list[torch.Tensor] = (
-            self.outputs
-            if operator.in_place
-            else _flat(values[operator.inputs])
-            if operator.inputs
-            else []
+            self.outputs if operator.in_place else _flat(values[operator.inputs]) if operator.inputs else []
         )
         self.peer: int = values[operator.peer] if operator.peer else NO_PEER
         reduce_op = values.get("reduce_op")

@@ -77,14 +77,10 @@ _TABLE = (
     _collective("allgather_", "all_gather", "input_tensors", "output_tensors"),
     _collective("_allgather_base_", "all_gather_into_tensor", "input_tensor", "output_tensor"),
     _collective("allgather_coalesced_", "all_gather_coalesced", "input_list", "output_lists"),
-    _collective(
-        "allgather_into_tensor_coalesced_", "all_gather_into_tensor_coalesced", "inputs", "outputs"
-    ),
+    _collective("allgather_into_tensor_coalesced_", "all_gather_into_tensor_coalesced", "inputs", "outputs"),
     _collective("reduce_scatter_", "reduce_scatter", "input_tensors", "output_tensors"),
     _collective("_reduce_scatter_base_", "reduce_scatter_tensor", "input_tensor", "output_tensor"),
-    _collective(
-        "reduce_scatter_tensor_coalesced_", "reduce_scatter_tensor_coalesced", "inputs", "outputs"
-    ),
+    _collective("reduce_scatter_tensor_coalesced_", "reduce_scatter_tensor_coalesced", "inputs", "outputs"),
     _collective("gather_", "gather", "input_tensors", "output_tensors", peer="root_rank"),
     _collective("scatter_", "scatter", "input_tensors", "output_tensors", peer="root_rank", root_sends=True),
     _collective("alltoall_", "all_to_all", "input_tensors", "output_tensors"),
@@ -120,9 +116,7 @@ def operators() -> tuple[Operator, ...]:
             f"{', '.join('c10d::' + name for name in unknown)}. Their calls would be lost. "
             "Install a RankLens that supports this torch, or an older torch."
         )
-    return tuple(
-        _with_schema(operator, schemas[name]) for name, operator in known.items() if name in schemas
-    )
+    return tuple(_with_schema(operator, schemas[name]) for name, operator in known.items() if name in schemas)
 
 
 def _with_schema(operator: Operator, schema: Any) -> Operator:

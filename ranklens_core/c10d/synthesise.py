@@ -47,9 +47,7 @@ class Synthesiser:
             for tensor, source in zip(outputs, _sources(inputs, len(outputs)), strict=True):
                 _tile(tensor, source)
 
-    def _reduce_scatter(
-        self, call: Call, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
-    ) -> None:
+    def _reduce_scatter(self, call: Call, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         size, rank = call.pg.size(), call.pg.rank()
         per_output = len(inputs) // len(outputs)
         for index, tensor in enumerate(outputs):
@@ -59,9 +57,7 @@ class Synthesiser:
                 own = inputs[index].reshape(-1).chunk(size)[rank].view_as(tensor)
             _reduce(tensor, own, call.reduce_op, size)
 
-    def _from_root(
-        self, call: Call, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
-    ) -> None:
+    def _from_root(self, call: Call, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         is_root = call.peer in (NO_PEER, call.pg.rank())
         for tensor in outputs:
             if not is_root:
@@ -69,9 +65,7 @@ class Synthesiser:
             elif call.operator.op == "scatter":
                 tensor.copy_(inputs[call.pg.rank()])
 
-    def _all_to_all(
-        self, call: Call, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
-    ) -> None:
+    def _all_to_all(self, call: Call, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         if call.operator.op == "all_to_all":
             for tensor, source in zip(outputs, inputs, strict=True):
                 _tile(tensor, source)

@@ -15,14 +15,20 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Work, _create_work_from_future
+
+# torch's stubs lack the second
+from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
+    Work,
+    _create_work_from_future,
+)
 
 
 def completed_work(tensors: list[torch.Tensor], device: torch.device) -> Work:
     """A Work that is complete, with ``tensors`` as its result."""
     future = new_future(device)
     future.set_result(tensors)
-    return _create_work_from_future(future)
+    work: Work = _create_work_from_future(future)
+    return work
 
 
 def new_future(device: torch.device) -> torch.futures.Future[Any]:
@@ -66,7 +72,8 @@ class CompletionWatcher:
             on_done(None)
             return tensors
 
-        return _create_work_from_future(future.then(done))
+        watched: Work = _create_work_from_future(future.then(done))
+        return watched
 
     def _future_of_wait(self, work: Work, device: torch.device) -> torch.futures.Future[Any]:
         future = new_future(device)

@@ -168,18 +168,20 @@ class OneRankWorld:
         """What splitting a communicator gives: the one part that holds this rank."""
         if not split_ranks:
             raise ValueError("split_ranks cannot be None or empty")
-        parent = c10d.get_process_group_ranks(parent_pg or c10d.GroupMember.WORLD)
-        mine = [part for part in split_ranks if self._rank in [parent[rank] for rank in part]]
+        parent = parent_pg or c10d._get_default_group()
+        parents = c10d.get_process_group_ranks(parent)
+        mine = [part for part in split_ranks if self._rank in [parents[rank] for rank in part]]
         if not mine:
             return None
-        ranks = sorted(parent[rank] for rank in mine[0])
-        return dist.new_group(
+        ranks = sorted(parents[rank] for rank in mine[0])
+        group: ProcessGroup | None = dist.new_group(
             ranks,
             timeout=timeout,
             backend=str(dist.get_backend(parent_pg)),
             use_local_synchronization=True,
-            group_desc=group_desc or f"{(parent_pg or c10d.GroupMember.WORLD).group_desc}:split",
+            group_desc=group_desc or f"{parent.group_desc}:split",
         )
+        return group
 
 
 def coalesces(backend: str) -> bool:

@@ -49,9 +49,7 @@ class ValueScore:
             tensor = next(
                 (i for i, (then, here) in enumerate(zip(recorded, now, strict=False)) if then != here), 0
             )
-            self.first_divergence = _divergence(
-                tensor, signature, recorded_signature, group, seq_id, step
-            )
+            self.first_divergence = _divergence(tensor, signature, recorded_signature, group, seq_id, step)
         return False
 
 

@@ -83,4 +83,4 @@ def _run(line: str) -> int:
     return status
 
 
-_VERDICT_STARTS = ("rank ", "structure ", "values ", "time ", "results ", "environment ", "next ", " " * 14)
+_VERDICT_STARTS = ("rank ", "structure ", "values ", "time ", "results ", "environment ", "next ", " " * 20)

@@ -19,10 +19,16 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option(
-    "--out", type=click.Path(path_type=Path), default=Path(DEFAULT_OUT), show_default=True, help="The trace directory."
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path(DEFAULT_OUT),
+    show_default=True,
+    help="The trace directory.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing trace.")
-@click.option("--nproc", type=int, metavar="N", help="Start N local ranks; without it, record the rank this is.")
+@click.option(
+    "--nproc", type=int, metavar="N", help="Start N local ranks; without it, record the rank this is."
+)
 @click.option(
     "--steps",
     callback=parse_steps,
@@ -82,14 +88,14 @@ def record_local(
 
     if any(name in os.environ for name in ("RANK", "TORCHELASTIC_RUN_ID")):
         raise UsageError(
-            "--nproc starts ranks of its own, but RANK is set: this is a rank already. Leave --nproc out under "
-            "torchrun and the like."
+            "--nproc starts ranks of its own, but RANK is set: this is a rank already. Leave --nproc out "
+            "under torchrun and the like."
         )
     _check_payload(payload, nproc)
     imports = guess_preimports(program)
     cpu_cuda = wants_cpu_cuda(cpu, imports)
     prepare_directory(out, overwrite=overwrite)
-    from ranklens_core.session import describe_run
+    from ranklens_core.record_session import describe_run
 
     run = describe_run(program, nproc, cpu_cuda=cpu_cuda)
     directory = out.absolute()
@@ -107,10 +113,17 @@ def record_local(
 
 
 def _record_this_rank(
-    program: Program, out: Path, payload: str, steps: tuple[int, int | None] | None, *, cpu: bool, overwrite: bool
+    program: Program,
+    out: Path,
+    payload: str,
+    steps: tuple[int, int | None] | None,
+    *,
+    cpu: bool,
+    overwrite: bool,
 ) -> int:
+    from ranklens_core.place import RankEnvironment, run_id_of
     from ranklens_core.preimport import guess_preimports
-    from ranklens_core.session import RankEnvironment, describe_run, run_id_of
+    from ranklens_core.record_session import describe_run
     from ranklens_core.standin import cpu_cuda_context, wants_cpu_cuda
 
     place = RankEnvironment.from_environ(os.environ)
@@ -138,10 +151,12 @@ def _run_recorded(
 
 
 def _check_payload(payload: str, world_size: int) -> None:
-    from ranklens_core.session import keeps_values
+    from ranklens_core.record_session import keeps_values
 
     keeps_values(payload, 0)
     if payload not in ("all", "none"):
         outside = [part for part in payload.split(",") if not 0 <= int(part) < world_size]
         if outside:
-            raise UsageError(f"--payload {payload}: rank {outside[0]} is outside the world of {world_size} ranks.")
+            raise UsageError(
+                f"--payload {payload}: rank {outside[0]} is outside the world of {world_size} ranks."
+            )

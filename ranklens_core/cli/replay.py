@@ -17,14 +17,16 @@ from ranklens_core.cli.options import (
 
 if TYPE_CHECKING:
     from ranklens_core.program import Program
-    from ranklens_core.session import ReplaySession
+    from ranklens_core.replay_session import ReplaySession
     from ranklens_core.verdict import Verdict
 
 
 @click.command()
 @trace_argument
 @click.option("--rank", type=int, required=True, metavar="R", help="The rank to run.")
-@click.option("--task", default="debug", show_default=True, metavar="debug|structure", help="What the replay is for.")
+@click.option(
+    "--task", default="debug", show_default=True, metavar="debug|structure", help="What the replay is for."
+)
 @click.option(
     "--on-mismatch",
     type=click.Choice(["stop", "estimate", "report"]),
@@ -73,7 +75,7 @@ def replay_program(
     from ranklens_core.cli.postmortem import stop_in_pdb
     from ranklens_core.preimport import guess_preimports
     from ranklens_core.program import exit_status, print_program_error
-    from ranklens_core.session import ReplaySession
+    from ranklens_core.replay_session import ReplaySession
     from ranklens_core.standin import cpu_cuda_context, wants_cpu_cuda
     from ranklens_core.task import OnMismatch, task_named
     from ranklens_core.trace import open_trace

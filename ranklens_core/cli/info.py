@@ -1,0 +1,127 @@
+"""``ranklens info``: what a trace holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from ranklens_core.cli.options import trace_argument
+
+if TYPE_CHECKING:
+    from ranklens_core.schema import RankRecord
+    from ranklens_core.trace import Trace
+
+
+@click.command()
+@trace_argument
+@click.option("--json", "as_json", is_flag=True, help="The same as JSON.")
+def command(trace: Path, as_json: bool) -> None:
+    """Say what the trace in DIR holds: program, ranks, groups, steps, values."""
+    from ranklens_core.trace import open_trace
+
+    summary = summarise(open_trace(trace), trace)
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(summary), indent=1).decode())
+    else:
+        click.echo(_words(summary))
+
+
+def summarise(trace: Trace, directory: Path) -> dict[str, Any]:
+    """Everything ``info`` shows, as plain data."""
+    ranks = trace.ranks
+    first = next(iter(ranks.values()), None)
+    calls = {rank: trace.rank(rank).calls.num_rows for rank in ranks}
+    ops: Counter[str] = Counter()
+    training = 0
+    for rank in ranks:
+        recording = trace.rank(rank)
+        names = [signature.op for signature in recording.signatures]
+        ops.update(names[number] for number in recording.calls["signature"].to_pylist())
+        training += sum(recording.calls["training"].to_pylist())
+    return {
+        "trace": str(directory),
+        "format": trace.run.format,
+        "created": trace.run.created,
+        "program": trace.run.program,
+        "world_size": trace.world_size,
+        "clock": trace.run.clock,
+        "cpu_cuda": trace.run.cpu_cuda,
+        "versions": _versions(first),
+        "ranks_recorded": len(ranks),
+        "ranks_complete": sum(record.complete for record in ranks.values()),
+        "ranks_with_values": [rank for rank, record in ranks.items() if record.has_values],
+        "value_steps": first.value_steps if first else None,
+        "bytes": sum(file.stat().st_size for file in directory.rglob("*") if file.is_file()),
+        "calls": sum(calls.values()),
+        "training_calls": training,
+        "ops": dict(ops.most_common()),
+        "steps": max((len(record.steps) for record in ranks.values()), default=0),
+        "groups": _groups(trace),
+        "printed": {metric.name: metric.text for metric in first.printed} if first else {},
+        "missing": [str(problem) for problem in trace.missing],
+    }
+
+
+def _versions(record: RankRecord | None) -> dict[str, str]:
+    items = record.environment if record else ()
+    return {item.name: item.value for item in items if item.kind == "version"}
+
+
+def _groups(trace: Trace) -> list[dict[str, Any]]:
+    return [
+        {"ranks": group.key, "size": len(group.ranks), "role": group.role, "description": group.pg_desc}
+        for group in sorted(trace.group_records, key=lambda group: (-len(group.ranks), group.ranks))
+    ]
+
+
+def _words(summary: dict[str, Any]) -> str:
+    versions = ", ".join(
+        f"{name} {summary['versions'][name]}"
+        for name in ("megatron-core", "deepspeed", "torch", "python")
+        if name in summary["versions"]
+    )
+    lines = [
+        f"program       {summary['program'] or 'recorded from Python'}",
+        f"recorded      {summary['created']}, clock {summary['clock']}"
+        f"{', on the CPU stand-in for CUDA' if summary['cpu_cuda'] else ''}",
+        f"versions      {versions}",
+        f"ranks         {summary['ranks_recorded']} of {summary['world_size']}, "
+        f"{summary['ranks_complete']} complete",
+        f"values        {_values(summary)}",
+        f"size          {summary['bytes'] / 1e6:.1f} MB",
+        f"calls         {summary['calls']}, training {summary['training_calls']}, {summary['steps']} steps",
+        f"operators     {', '.join(f'{op} {count}' for op, count in summary['ops'].items())}",
+    ]
+    lines.extend(_group_lines(summary["groups"]))
+    lines.extend(f"missing       {text}" for text in summary["missing"])
+    return "\n".join(lines)
+
+
+def _values(summary: dict[str, Any]) -> str:
+    ranks = summary["ranks_with_values"]
+    if not ranks:
+        return "none: only --task structure can be replayed"
+    whose = "all ranks" if len(ranks) == summary["world_size"] else f"ranks {', '.join(map(str, ranks))}"
+    window = summary["value_steps"]
+    if window is None:
+        return whose
+    first, end = window
+    until = "the end" if end is None else f"step {end}"
+    before = f"; steps before {first} kept so that a replay can get there" if first else ""
+    return f"{whose}; inputs compared from step {first} to {until}{before}"
+
+
+def _group_lines(groups: list[dict[str, Any]]) -> list[str]:
+    by_role: dict[tuple[str, int], list[str]] = {}
+    for group in groups:
+        name = group["role"] or group["description"] or "group"
+        by_role.setdefault((name, group["size"]), []).append(f"[{group['ranks']}]")
+    lines = []
+    for (name, size), members in by_role.items():
+        shown = " ".join(members[:4]) + (f" and {len(members) - 4} more" if len(members) > 4 else "")
+        lines.append(f"groups        {name:<22} {len(members)} x {size} ranks   {shown}")
+    return lines

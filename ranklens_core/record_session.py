@@ -1,0 +1,134 @@
+"""A recording of one rank from begin to end: wiring, installing, undoing."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ranklens_core import environment
+from ranklens_core.adapters import TIMER_FILES, Adapters
+from ranklens_core.c10d.groups import Groups
+from ranklens_core.c10d.interpose import install
+from ranklens_core.c10d.signature import Signatures
+from ranklens_core.c10d.site import Sites
+from ranklens_core.clock import Clock, MonotonicClock
+from ranklens_core.errors import UsageError
+from ranklens_core.place import RankEnvironment
+from ranklens_core.printed import PrintedMetrics
+from ranklens_core.program import Program
+from ranklens_core.recorder import Recorder, Values
+from ranklens_core.schema import OLDEST_READER, TRACE_VERSION, RunRecord, Signature, Step
+from ranklens_core.steps import OptimizerSteps, Steps
+from ranklens_core.trace import RankHeader, TraceWriter, prepare_directory
+
+log = logging.getLogger("ranklens")
+
+
+def describe_run(program: Program | None, world_size: int, *, cpu_cuda: bool, run_id: str = "") -> RunRecord:
+    """The ``RunRecord`` of a recording that begins now."""
+    return RunRecord(
+        format=TRACE_VERSION,
+        oldest_reader=OLDEST_READER,
+        run_id=run_id or secrets.token_hex(8),
+        world_size=world_size,
+        program=program.describe() if program else "",
+        program_fingerprint=program.fingerprint() if program else "",
+        arguments=program.args if program else (),
+        framework="",
+        backend="",
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        clock="wall",
+        network="",
+        cpu_cuda=cpu_cuda,
+    )
+
+
+class RecordSession:
+    """Records this rank from creation until ``close``."""
+
+    def __init__(
+        self,
+        directory: Path,
+        run: RunRecord,
+        place: RankEnvironment,
+        *,
+        keep_values: bool,
+        window: tuple[int, int | None] | None = None,
+        overwrite: bool = False,
+        clock: Clock | None = None,
+    ) -> None:
+        prepare_directory(directory, overwrite, rank=place.rank)
+        clock = clock or MonotonicClock()
+        header = RankHeader(
+            rank=place.rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            local_rank=place.local_rank,
+            has_values=keep_values,
+            value_steps=window,
+            monotonic_ns=clock.now_ns(),
+            realtime_ns=clock.realtime_ns(),
+        )
+        self.writer = TraceWriter(directory, run, header, clock=clock)
+        for item in environment.capture():
+            self.writer.environment(item)
+        self.steps = Steps(clock, self._name_roles, self._step_ended)
+        self._groups = Groups(self.writer.group)
+        self.adapters = Adapters(self.steps, strict=False)
+        signatures = Signatures(self._groups, Sites(TIMER_FILES), self._new_signature)
+        self.recorder = Recorder(self.writer, signatures, self.steps, Values(keep_values, window), clock)
+        self._optimizer_steps = OptimizerSteps(self.steps)
+        self._printed = PrintedMetrics(self.writer.printed)
+        self._reads = environment.VariableReads(self.writer.environment)
+        self._interposer = install(self.recorder)
+
+    def close(self, exit_status: int | None) -> None:
+        """Undo everything and finish the trace. ``exit_status`` is the program's, None if unknown."""
+        self._interposer.remove()
+        self._reads.remove()
+        self._printed.remove()
+        self._optimizer_steps.remove()
+        self._name_roles()
+        self.adapters.remove()
+        self._groups.close()
+        self.writer.close(exit_status)
+        if self.writer.failure:
+            log.error("the trace of rank %s is incomplete: %s", self.rank, self.writer.failure)
+
+    @property
+    def rank(self) -> int:
+        return self.writer.rank
+
+    def _new_signature(self, signature: Signature) -> None:
+        self.writer.signature(signature)
+
+    def _name_roles(self) -> None:
+        if not dist.is_initialized():
+            return
+        for pg, role in self.adapters.roles().items():
+            key = self._groups.key_of(pg)
+            if key is not None:
+                self.writer.role(key, role)
+
+    def _step_ended(self, step: Step) -> None:
+        self.writer.step(step)
+        if step.index == 0:
+            self._name_roles()
+
+
+def keeps_values(payload: str | bool, rank: int) -> bool:
+    """Whether ``rank``'s values are kept under ``--payload`` (all, none, or a list of ranks)."""
+    if isinstance(payload, bool):
+        return payload
+    if payload in ("all", "none"):
+        return payload == "all"
+    try:
+        return rank in [int(part) for part in payload.split(",")]
+    except ValueError:
+        raise UsageError(f"--payload takes all, none or ranks like 0,5,7, not {payload!r}.") from None
