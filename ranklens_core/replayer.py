@@ -135,7 +135,7 @@ class Replayer:
 
     def _load(self) -> None:
         record = self._trace.record
-        window_end = record.value_steps[1] if record.value_steps else None
+        self._window_end = record.value_steps[1] if record.value_steps else None
         finished = len(record.steps)
         by_signature: dict[int, tuple[Lane, int]] = {}
         for call in self._trace.call_records():
@@ -146,11 +146,18 @@ class Replayer:
             sequence = self._lanes.setdefault(known[0], _Sequence())
             sequence.records.append(call)
             sequence.structures.append(known[1])
-            if window_end is None or call.row.step < window_end:
+            if not self._is_past_window(call):
                 self.total += 1
                 self.training_total += is_training(call, finished, record.complete)
         self._finished = finished
         self._complete = record.complete
+
+    def _is_past_window(self, record: CallRecord) -> bool:
+        return (
+            self._window_end is not None
+            and record.row.step >= self._window_end
+            and self._task.result is Result.RECORDED
+        )
 
     def _intern(self, structure: tuple[object, ...]) -> int:
         return self._structures.setdefault(structure, len(self._structures))
@@ -163,6 +170,8 @@ class Replayer:
         at = sequence.at
         if at < len(sequence.records):
             record = sequence.records[at]
+            if self._is_past_window(record):
+                raise WindowEnded(0)
             structure = self._live_structures.get(interned.id)
             if structure is None:
                 structure = self._live_structures[interned.id] = self._intern(
@@ -261,9 +270,6 @@ class Replayer:
             )
         assert completion is not None
         if len(completion.out_addresses) != len(call.outputs):
-            window = self._trace.record.value_steps
-            if window and window[1] is not None and record.row.step >= window[1]:
-                raise WindowEnded(0)
             self._fail(
                 ValuesMissingError(
                     f"Rank {record.rank} was recorded without values: there is nothing to restore for "

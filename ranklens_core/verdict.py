@@ -169,10 +169,13 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         synthesised = self.provenance.result.get("synthesised", 0)
         if synthesised:
             lines.append(f"{'results':<{W}}{synthesised} synthesised, not the real job's values")
+        restored = [f"{item.what}={item.recorded} ({item.now})" for item in self.environment if item.restored]
+        if restored:
+            lines.append(f"{'environment':<{W}}restored, with what was here: {', '.join(restored)}")
         lines.extend(
-            f"{'environment':<{W}}{item.what} was {item.recorded}, is {item.now}"
-            f"{', restored' if item.restored else ', NOT restored'}"
+            f"{'environment':<{W}}{item.what} was {item.recorded} when recorded, is {item.now} here"
             for item in self.environment
+            if not item.restored
         )
         lines.extend(f"{'bypassed':<{W}}{name}" for name in self.bypassed)
         if self.message:

@@ -84,7 +84,8 @@ class Groups:
             record = GroupRecord(
                 key=f"{text}#{nth}" if nth else text,
                 pg_name=pg.group_name,
-                pg_desc=pg.group_desc,
+                # torch's word for a group that nobody described
+                pg_desc="" if pg.group_desc == "undefined" else pg.group_desc,
                 backend=str(c10d._world.pg_map[pg][0]),
                 ranks=ranks,
             )
