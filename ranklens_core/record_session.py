@@ -25,7 +25,7 @@ from ranklens_core.program import Program
 from ranklens_core.recorder import Recorder, Values
 from ranklens_core.schema import OLDEST_READER, TRACE_VERSION, RunRecord, Signature, Step
 from ranklens_core.steps import OptimizerSteps, Steps
-from ranklens_core.trace import RankHeader, TraceWriter, prepare_directory
+from ranklens_core.trace import RUN_FILE, RankHeader, TraceWriter, prepare_directory, write_run
 
 log = logging.getLogger("ranklens")
 
@@ -75,6 +75,8 @@ class RecordSession:
             monotonic_ns=clock.now_ns(),
             realtime_ns=clock.realtime_ns(),
         )
+        if place.rank == 0 and not (directory / RUN_FILE).exists():
+            _write_run_file(directory, run)
         self.writer = TraceWriter(directory, run, header, clock=clock)
         for item in environment.capture():
             self.writer.environment(item)
@@ -120,6 +122,14 @@ class RecordSession:
         self.writer.step(step)
         if step.index == 0:
             self._name_roles()
+
+
+def _write_run_file(directory: Path, run: RunRecord) -> None:
+    try:
+        write_run(directory, run)
+    except OSError as error:
+        # each rank's journal repeats the run: the trace can be opened without the file
+        log.warning("%s cannot be written: %s", directory / RUN_FILE, error)
 
 
 def keeps_values(payload: str | bool, rank: int) -> bool:

@@ -84,7 +84,7 @@ def record_local(
     from ranklens_core.cluster import run_local
     from ranklens_core.preimport import guess_preimports
     from ranklens_core.standin import cpu_cuda_context, wants_cpu_cuda
-    from ranklens_core.trace import open_trace, prepare_directory
+    from ranklens_core.trace import open_trace, prepare_directory, write_run
 
     if any(name in os.environ for name in ("RANK", "TORCHELASTIC_RUN_ID")):
         raise UsageError(
@@ -99,6 +99,7 @@ def record_local(
 
     run = describe_run(program, nproc, cpu_cuda=cpu_cuda)
     directory = out.absolute()
+    write_run(directory, run)
     with cpu_cuda_context(cpu_cuda):
         result = run_local(
             nproc,

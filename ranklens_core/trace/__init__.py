@@ -3,7 +3,7 @@
 The format is described in ``docs/trace-format.md``. Nothing here needs torch.
 """
 
-from ranklens_core.trace.layout import prepare_directory, rank_directory
+from ranklens_core.trace.layout import RUN_FILE, prepare_directory, rank_directory
 from ranklens_core.trace.lines import RankHeader
 from ranklens_core.trace.payload import content_address
 from ranklens_core.trace.problem import Problem, ProblemKind
@@ -14,6 +14,7 @@ from ranklens_core.trace.verify import VerifyReport, verify
 from ranklens_core.trace.writer import TraceWriter
 
 __all__ = [
+    "RUN_FILE",
     "Problem",
     "ProblemKind",
     "RankHeader",
