@@ -11,9 +11,13 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from ranklens_core.trace import open_trace, write_run
+
 TINY = Path(__file__).parent / "programs" / "tiny.py"
+RANKLENS = (sys.executable, "-m", "ranklens_core")
 CALLS = 25  # 4 steps x (2 layers + 4 gradients), and the barrier
 
 
@@ -36,7 +40,7 @@ def ranklens(
     *args: str, env: dict[str, str] | None = None, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "ranklens_core", *args],
+        [*RANKLENS, *args],
         capture_output=True,
         text=True,
         timeout=120,
@@ -97,10 +101,10 @@ def test_a_rank_without_values_can_still_be_checked_for_structure(trace: Path) -
 
 
 def test_a_newer_format(copy: Path) -> None:
-    run = json.loads((copy / "run.json").read_text())
-    (copy / "run.json").write_text(json.dumps({**run, "format": 99, "oldest_reader": 99}))
-    status, shown = replay(copy)
-    assert (status, "newer" in shown) == (5, True)
+    run = open_trace(copy).run
+    write_run(copy, msgspec.structs.replace(run, format=99, oldest_reader=99))
+    status, text = replay(copy)
+    assert (status, "99" in text, "Install" in text) == (5, True, True)
 
 
 @pytest.mark.parametrize(
@@ -241,8 +245,7 @@ def running(tmp_path: Path) -> Iterator[Callable[[str], tuple[subprocess.Popen[s
         program, out = tmp_path / "program.py", tmp_path / "trace"
         program.write_text(source)
         process = subprocess.Popen(
-            [sys.executable, "-m", "ranklens_core", "record", "--nproc", "2"]
-            + ["--out", str(out), "--", str(program)],
+            [*RANKLENS, "record", "--nproc", "2", "--out", str(out), "--", str(program)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -92,5 +92,9 @@ def _write_sparse(tensor: torch.Tensor, data: memoryview) -> None:
     split = sparse_dim * 8 * nnz
     indices = torch.frombuffer(raw[:split], dtype=torch.int64).view(sparse_dim, nnz)
     values = torch.frombuffer(raw[split:], dtype=torch.uint8).view(tensor.dtype).view(nnz, *dense)
-    restored = torch.sparse_coo_tensor(indices, values, tensor.shape, device=tensor.device)
-    tensor.detach().copy_(restored)
+    restored = torch.sparse_coo_tensor(
+        indices, values, tensor.shape, device=tensor.device, is_coalesced=True, check_invariants=True
+    )
+    # not into tensor.detach(): that has indices of its own
+    with torch._C._AutoDispatchBelowAutograd():
+        tensor.copy_(restored)

@@ -153,10 +153,10 @@ def coalesced() -> None:
 def sparse() -> None:
     """Each rank has entries of its own: the result has all of them."""
     indices = torch.tensor([[rank(), 5], [0, 1]])
-    tensor = torch.sparse_coo_tensor(indices, torch.tensor([1.0 + rank(), 2.0]), (6, 2))
+    tensor = torch.sparse_coo_tensor(indices, torch.tensor([1.0 + rank(), 2.0]), (6, 2), check_invariants=True)
     dist.all_reduce(tensor)
     expect("all_reduce sparse", tensor.to_dense(), [[1, 0], [2, 0], [3, 0], [4, 0], [0, 0], [0, 8]])
-    tensor = torch.sparse_coo_tensor(indices, torch.tensor([1.0 + rank(), 2.0]), (6, 2))
+    tensor = torch.sparse_coo_tensor(indices, torch.tensor([1.0 + rank(), 2.0]), (6, 2), check_invariants=True)
     work = dist.all_reduce(tensor, async_op=True)
     assert work is not None
     work.wait()
