@@ -1,0 +1,1 @@
+"""RankLens for DeepSpeed."""

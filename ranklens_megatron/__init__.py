@@ -1,0 +1,1 @@
+"""RankLens for Megatron-core and Megatron-LM."""

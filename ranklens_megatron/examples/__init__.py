@@ -1,0 +1,1 @@
+"""Programs to start from; they know nothing of RankLens."""
