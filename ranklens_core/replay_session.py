@@ -195,7 +195,7 @@ class ReplaySession:
         best: dict[str, GroupRecord] = {}
         for group in self.record.groups:
             for role in group.role.split("+"):
-                if role in shown:
+                if role in shown and (len(group.ranks) > 1 or role in ("tp", "pp", "dp")):
                     best.setdefault(role, group)
         return [
             GroupRecord(

@@ -76,8 +76,11 @@ class Handler(Protocol):
         when nobody in Python holds it."""
         ...
 
-    def on_wait(self, work: Work, wait: Callable[[], Any]) -> Any:
-        """The program waits for ``work``; ``wait`` is the original wait."""
+    def on_wait(self, work: Work, wait: Callable[[], bool]) -> bool:
+        """The program waits for ``work``; ``wait`` is the original wait.
+
+        A Work made from a future does not raise that future's error: the handler does.
+        """
         ...
 
     def start_batch(self, pg: ProcessGroup) -> None:

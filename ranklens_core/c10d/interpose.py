@@ -14,6 +14,7 @@ a new call waits for.
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.library import Library
 
 from ranklens_core.c10d.call import Call, Handler, Proceed
 from ranklens_core.c10d.ops import Operator, Returns, operators
+from ranklens_core.c10d.work import NO_TIMEOUT, wait_for
 from ranklens_core.errors import UsageError
 from ranklens_core.patches import Patches
 
@@ -42,10 +44,10 @@ class Interposer:
 
     def _patch_methods(self, handler: Handler) -> None:
         """Waits and coalescing batches are methods, not operators."""
-        wait, start, end = Work.wait, ProcessGroup._start_coalescing, ProcessGroup._end_coalescing
+        start, end = ProcessGroup._start_coalescing, ProcessGroup._end_coalescing
 
-        def patched_wait(self: Work, *args: Any, **kwargs: Any) -> Any:
-            return handler.on_wait(self, lambda: wait(self, *args, **kwargs))
+        def patched_wait(self: Work, timeout: timedelta = NO_TIMEOUT) -> bool:
+            return handler.on_wait(self, lambda: wait_for(self, timeout))
 
         def patched_start(self: ProcessGroup, device: torch.device) -> None:
             handler.start_batch(self)

@@ -36,8 +36,41 @@ def new_future(device: torch.device) -> torch.futures.Future[Any]:
     return torch.futures.Future(devices=[device] if device.type == "cuda" else None)
 
 
+def failed_work(error: BaseException, device: torch.device) -> Work:
+    """A Work that has failed with ``error``. Its ``wait`` does not raise it: see ``wait_for``."""
+
+    def fail(_: torch.futures.Future[Any]) -> None:
+        raise error
+
+    # set_exception would do for Python alone: to C++ that is a future with a value
+    future = new_future(device)
+    failing = future.then(fail)
+    future.set_result(None)
+    return _create_work_from_future(failing)
+
+
 ORIGINAL_WAIT: Callable[..., Any] = Work.wait
 """``Work.wait`` as torch has it: RankLens' own waiting is not the program's."""
+
+NO_TIMEOUT = timedelta(0)
+"""What torch takes for no limit to a wait."""
+
+
+def wait_for(work: Work, timeout: timedelta = NO_TIMEOUT) -> bool:
+    """``work.wait(timeout)``, with a limit for Works made from a future too, which torch lacks.
+
+    A Work made from a future returns even if that future failed: whoever made it must raise.
+    """
+    try:
+        return bool(ORIGINAL_WAIT(work, timeout))
+    except RuntimeError as error:
+        if "finite timeout not implemented" not in str(error):
+            raise
+    done = threading.Event()
+    work.get_future().add_done_callback(lambda _: done.set())
+    if not done.wait(timeout.total_seconds()):
+        raise RuntimeError("Operation timed out!")  # torch's own words, from Work::wait
+    return True
 
 
 class CompletionWatcher:
@@ -55,32 +88,38 @@ class CompletionWatcher:
     ) -> Work:
         """A Work that completes once ``work`` has and ``on_done(error)`` has returned.
 
-        ``tensors`` become its result. An error of ``work`` reaches the program through it.
+        Its result is that of ``work``; ``tensors`` where that has none. Its future fails if
+        ``work`` does, but its ``wait`` does not raise: the caller must, from ``on_done``.
         """
         try:
             future = work.get_future()
+            has_result = True
         except RuntimeError:
-            # gloo's point-to-point works have no future: their end is seen in wait() alone
+            # gloo's point-to-point and reduce-scatter works have none: their end is seen in wait() alone
             future = self._future_of_wait(work, device)
+            has_result = False
 
-        def done(finished: torch.futures.Future[Any]) -> list[torch.Tensor]:
+        def done(finished: torch.futures.Future[Any]) -> Any:
             try:
-                finished.wait()  # done already: this raises what went wrong, if something did
+                result = finished.wait()  # done already: this raises what went wrong, if something did
             except BaseException as error:
                 on_done(error)
                 raise
             on_done(None)
-            return tensors
+            return result if has_result else tensors
 
         watched: Work = _create_work_from_future(future.then(done))
         return watched
 
     def _future_of_wait(self, work: Work, device: torch.device) -> torch.futures.Future[Any]:
         future = new_future(device)
+        # gloo's reduce-scatter copies in wait(): as the program's own thread would
+        grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
         def wait() -> None:
             try:
-                ORIGINAL_WAIT(work)
+                with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+                    ORIGINAL_WAIT(work)
             except BaseException as error:
                 future.set_exception(error)
             else:
@@ -124,19 +163,21 @@ class AnySourceWork(Work):
     here: its caller holds it.
     """
 
-    def __init__(self, finish: Callable[[], int]) -> None:
-        """``finish`` blocks until the message is there and returns the sender's group rank."""
+    def __init__(self, finish: Callable[[timedelta], int], arrived: Callable[[], bool]) -> None:
+        """``finish(timeout)`` blocks until the message is there and returns the sender's group rank;
+        ``arrived`` tells whether it is."""
         super().__init__()
         self._finish = finish
+        self._arrived = arrived
         self._source: int | None = None
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         if self._source is None:
-            self._source = self._finish()
+            self._source = self._finish(timeout)
         return True
 
     def is_completed(self) -> bool:
-        return self._source is not None
+        return self._source is not None or self._arrived()
 
     def is_success(self) -> bool:
         return self._source is not None

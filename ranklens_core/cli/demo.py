@@ -73,7 +73,9 @@ def _run(line: str) -> int:
         training = _TRAINING_LINE.match(text)
         if training is None:
             kept.append(text)
-        if (training and int(training[1]) == RANK) or text.startswith(("ranklens:", *_VERDICT_STARTS)):
+        if (training and int(training[1]) == RANK) or (
+            training is None and text.startswith(("ranklens:", *_VERDICT_STARTS))
+        ):
             click.echo(f"  {text}", nl=False)
     status = process.wait()
     if status != 0:

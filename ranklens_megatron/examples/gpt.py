@@ -1,0 +1,186 @@
+"""Train a small GPT with Megatron-core: tensor, pipeline, expert and data parallelism.
+
+    torchrun --nproc-per-node 8 -m ranklens_megatron.examples.gpt --tp 2 --pp 2
+
+Each token of the data follows from the one before by a fixed random table, with a little noise: the
+loss falls from log(vocabulary) towards the noise. Prints ``rank R step S loss L grad_norm G``; only
+the last pipeline stage knows the loss, the others print ``nan``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+# megatron-core 0.16 leaves this name undefined where Transformer Engine is absent
+vars(moe_utils).setdefault("te_general_gemm", None)
+
+NOISE = 0.1
+"""Share of tokens that do not follow the table."""
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line; sizes that train a step in about a second on eight ranks of two cores."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--tp", type=int, default=2, help="tensor-parallel ranks")
+    parser.add_argument("--pp", type=int, default=2, help="pipeline stages")
+    parser.add_argument(
+        "--ep", type=int, default=1, help="expert-parallel ranks; above 1: mixture of experts"
+    )
+    parser.add_argument("--num-layers", type=int, help="default: two a pipeline stage")
+    parser.add_argument("--hidden-size", type=int, default=64)
+    parser.add_argument("--num-attention-heads", type=int, default=8)
+    parser.add_argument("--seq-length", type=int, default=32)
+    parser.add_argument("--vocab-size", type=int, default=128)
+    parser.add_argument("--micro-batch-size", type=int, default=2)
+    parser.add_argument("--num-microbatches", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=1234)
+    return parser.parse_args()
+
+
+def build_model(args: argparse.Namespace) -> tuple[TransformerConfig, DistributedDataParallel]:
+    """This rank's part of the model, wrapped for data parallelism."""
+    experts = (
+        {
+            "num_moe_experts": 2 * args.ep,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_router_topk": 2,
+            "add_bias_linear": False,
+        }
+        if args.ep > 1
+        else {}
+    )
+    config = TransformerConfig(
+        num_layers=args.num_layers or 2 * args.pp,
+        hidden_size=args.hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=args.tp,
+        pipeline_model_parallel_size=args.pp,
+        expert_model_parallel_size=args.ep,
+        params_dtype=torch.float32,
+        pipeline_dtype=torch.float32,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        **experts,
+    )
+    spec = get_gpt_layer_local_spec(num_experts=experts.get("num_moe_experts"), normalization="LayerNorm")
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=args.vocab_size,
+        max_sequence_length=args.seq_length,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=True,
+    ).cuda()
+    ddp = DistributedDataParallelConfig(
+        overlap_grad_reduce=True, use_distributed_optimizer=True, bucket_size=20_000
+    )
+    return config, DistributedDataParallel(config, ddp, model)
+
+
+def build_optimizer(
+    args: argparse.Namespace, config: TransformerConfig, model: DistributedDataParallel
+) -> MegatronOptimizer:
+    """Adam whose state is sharded over the data-parallel ranks."""
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam", lr=args.lr, use_distributed_optimizer=True, params_dtype=torch.float32
+        ),
+        [model],
+    )
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    config.no_sync_func = model.no_sync
+    return optimizer
+
+
+def batches(args: argparse.Namespace) -> Iterator[torch.Tensor]:
+    """Tokens [micro-batch, sequence + 1], int64, other ones on every data-parallel rank."""
+    follows = torch.randperm(args.vocab_size, generator=torch.Generator().manual_seed(args.seed))
+    rank = parallel_state.get_data_parallel_rank()
+    draw = torch.Generator().manual_seed(args.seed + 1 + rank)
+    while True:
+        tokens = torch.randint(args.vocab_size, (args.micro_batch_size, args.seq_length + 1), generator=draw)
+        noisy = torch.rand(tokens.shape, generator=draw) < NOISE
+        for i in range(1, tokens.shape[1]):
+            tokens[:, i] = torch.where(noisy[:, i], tokens[:, i], follows[tokens[:, i - 1]])
+        yield tokens
+
+
+def forward_step(
+    data: Iterator[torch.Tensor], model: torch.nn.Module
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
+    """One micro-batch through this stage; the schedule calls it."""
+    tokens = next(data).cuda()
+    length = tokens.shape[1] - 1
+    positions = torch.arange(length, device="cuda").expand(tokens.shape[0], -1)
+    mask = torch.ones(1, 1, length, length, device="cuda").tril() < 0.5
+    output = model(tokens[:, :-1].contiguous(), positions, mask, labels=tokens[:, 1:].contiguous())
+
+    def loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        mean = losses.float().mean()
+        # a copy: the schedule divides the loss itself by the number of micro-batches, in place
+        return mean, {"loss": mean.detach().clone()}
+
+    return output, loss
+
+
+def main() -> None:
+    """Train, printing one line a step."""
+    args = parse_arguments()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    backend = "nccl" if dist.is_nccl_available() else "gloo"
+    dist.init_process_group(os.environ.get("BACKEND", backend))
+    parallel_state.initialize_model_parallel(args.tp, args.pp, expert_model_parallel_size=args.ep)
+    torch.manual_seed(args.seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
+    config, model = build_model(args)
+    optimizer = build_optimizer(args, config, model)
+    forward_backward = get_forward_backward_func()
+    data = batches(args)
+    for step in range(args.steps):
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        results: list[dict[str, Any]] = forward_backward(
+            forward_step_func=forward_step,
+            data_iterator=data,
+            model=[model],
+            num_microbatches=args.num_microbatches,
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+            forward_only=False,
+        )
+        _, grad_norm, _ = optimizer.step()
+        losses = [float(result["loss"]) for result in results]
+        loss = sum(losses) / len(losses) if losses else float("nan")
+        print(f"rank {dist.get_rank()} step {step} loss {loss:.9f} grad_norm {grad_norm:.9f}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
