@@ -10,7 +10,7 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from datetime import timedelta
 
 from torch._C._distributed_c10d import ProcessGroup, Work
 
@@ -18,7 +18,13 @@ from ranklens_core.c10d.call import Call, Proceed
 from ranklens_core.c10d.ops import Kind
 from ranklens_core.c10d.signature import Interned, Lane, Signatures
 from ranklens_core.c10d.values import tensor_bytes
-from ranklens_core.c10d.work import ORIGINAL_WAIT, AnySourceWork, CompletionWatcher, Handles
+from ranklens_core.c10d.work import (
+    ORIGINAL_WAIT,
+    AnySourceWork,
+    CompletionWatcher,
+    Handles,
+    wait_for,
+)
 from ranklens_core.clock import Clock
 from ranklens_core.schema import NO_PEER, CallRow, CompletionRow, Phase, Purpose, WaitRow
 from ranklens_core.steps import Steps
@@ -49,10 +55,19 @@ NO_FIRST = -(1 << 62)
 
 
 class _Thread(threading.local):
-    """When the calling thread's previous entry ended, to tell its own compute."""
+    """When the calling thread's previous entry ended, to tell its own compute.
 
-    exit_ns = 0
+    A thread other than the recorder's has none before its first: its CPU time since it began is
+    known, its wall time is not, and taken to be the same.
+    """
+
+    exit_ns: int | None = None
     exit_cpu_ns = 0
+
+    def compute(self, now_ns: int, now_cpu_ns: int) -> tuple[int, int]:
+        """Wall and CPU time since the previous entry."""
+        cpu_ns = now_cpu_ns - self.exit_cpu_ns
+        return (cpu_ns if self.exit_ns is None else now_ns - self.exit_ns), cpu_ns
 
 
 class Recorder:
@@ -76,10 +91,14 @@ class Recorder:
         self._seq_ids: dict[Lane, int] = defaultdict(int)
         self._batches: dict[str, list[tuple[int, Call]]] = {}
         self._batch_number = -1
+        self._failures: dict[int, BaseException] = {}
+        self._unseen: dict[int, BaseException] = {}
         self.stopped = False
 
     def handle(self, call: Call, proceed: Proceed) -> Work | None:
         """Call through and record; see ``Handler``."""
+        if self._unseen:
+            self._raise_unseen()
         if self.stopped:
             return proceed()
         try:
@@ -106,37 +125,53 @@ class Recorder:
         except BaseException as error:
             self._finish(entry, call, blocked=True, error=error)
             raise
-        watched = self._watcher.after(
-            work, call.outputs, call.device, lambda error: self._finish(entry, call, error=error)
-        )
+
+        def done(error: BaseException | None) -> None:
+            if error is not None:
+                self._keep_failure(entry, error)
+            self._finish(entry, call, error=error)
+
+        watched = self._watcher.after(work, call.outputs, call.device, done)
         self._leave()
         return self._handles.track(watched, entry)
 
-    def on_wait(self, work: Work, wait: Callable[[], Any]) -> Any:
+    def on_wait(self, work: Work, wait: Callable[[], bool]) -> bool:
         """Wait and record it."""
-        call = None if self.stopped else self._handles.entry_of(work)
+        call = self._handles.entry_of(work)
         if call is None:
             return wait()
-        thread = self._thread
         begin_ns, begin_cpu_ns = self._now_ns(), self._cpu_ns()
-        compute_ns, compute_cpu_ns = begin_ns - thread.exit_ns, begin_cpu_ns - thread.exit_cpu_ns
-        result = wait()
+        try:
+            result = wait()
+            failure = self._failures.get(call)
+            if failure is not None:
+                self._unseen.pop(call, None)
+                raise failure
+        finally:
+            if not self.stopped:
+                self._record_wait(call, begin_ns, begin_cpu_ns)
+        return result
+
+    def _record_wait(self, call: int, begin_ns: int, begin_cpu_ns: int) -> None:
         end_ns = self._now_ns()
+        compute_ns, compute_cpu_ns = self._thread.compute(begin_ns, begin_cpu_ns)
         with self._lock:
             entry = self._entries
             self._entries += 1
-        self._writer.wait(
-            WaitRow(
-                entry=entry,
-                call=call,
-                begin_ns=begin_ns,
-                end_ns=end_ns,
-                compute_ns=compute_ns,
-                compute_cpu_ns=compute_cpu_ns,
+        try:
+            self._writer.wait(
+                WaitRow(
+                    entry=entry,
+                    call=call,
+                    begin_ns=begin_ns,
+                    end_ns=end_ns,
+                    compute_ns=compute_ns,
+                    compute_cpu_ns=compute_cpu_ns,
+                )
             )
-        )
+        except Exception as error:
+            self._stop(error)
         self._leave()
-        return result
 
     def start_batch(self, pg: ProcessGroup) -> None:
         """Calls on ``pg`` belong together from here on."""
@@ -151,6 +186,8 @@ class Recorder:
             return work
 
         def done(error: BaseException | None) -> None:
+            if error is not None:
+                self._keep_failure(batch[-1][0], error)
             for entry, call in batch:
                 self._finish(entry, call, error=error)
 
@@ -159,8 +196,8 @@ class Recorder:
         return self._handles.track(watched, batch[-1][0])
 
     def _issue(self, call: Call) -> int:
-        thread = self._thread
         enqueue_ns, enqueue_cpu_ns = self._now_ns(), self._cpu_ns()
+        compute_ns, compute_cpu_ns = self._thread.compute(enqueue_ns, enqueue_cpu_ns)
         interned = self._signatures.of(call)
         step, phase = self._steps.index, self._steps.phase
         in_addresses: tuple[bytes, ...] = ()
@@ -183,8 +220,8 @@ class Recorder:
                 batch=self._batch_number if call.pg.group_name in self._batches else -1,
                 enqueue_ns=enqueue_ns,
                 start_ns=self._now_ns(),
-                compute_ns=enqueue_ns - thread.exit_ns,
-                compute_cpu_ns=enqueue_cpu_ns - thread.exit_cpu_ns,
+                compute_ns=compute_ns,
+                compute_cpu_ns=compute_cpu_ns,
                 in_addresses=in_addresses,
             )
         )
@@ -228,13 +265,33 @@ class Recorder:
             self._leave()
 
     def _any_source(self, entry: int, call: Call, work: Work) -> Work:
-        def finish() -> int:
-            ORIGINAL_WAIT(work)
+        def finish(timeout: timedelta) -> int:
+            try:
+                wait_for(work, timeout)
+            except BaseException as error:
+                self._finish(entry, call, blocked=True, error=error)
+                raise
             source: int = work._source_rank()
             self._finish(entry, call, blocked=True, src_rank=source)
             return source
 
-        return self._handles.track(AnySourceWork(finish), entry)
+        return self._handles.track(AnySourceWork(finish, work.is_completed), entry)
+
+    def _keep_failure(self, entry: int, error: BaseException) -> None:
+        """An asynchronous call failed: whoever waits for it must be told."""
+        self._failures[entry] = self._unseen[entry] = error
+
+    def _raise_unseen(self) -> None:
+        """Raise the error of a call whose Work nobody can wait for through us.
+
+        Waits inside torch's C++ (functional collectives) pass by ``on_wait``, and a Work made from a
+        future does not raise there: the program would go on with what is no result.
+        """
+        self._handles.release()
+        for entry, error in list(self._unseen.items()):
+            if not self._handles.is_held(entry):
+                del self._unseen[entry]
+                raise error
 
     def _leave(self) -> None:
         self._thread.exit_ns, self._thread.exit_cpu_ns = self._now_ns(), self._cpu_ns()

@@ -7,10 +7,13 @@ groups. A call that is not the recorded one is an error or a labelled value, as 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from datetime import timedelta
+from functools import partial
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, Work
 
 from ranklens_core.c10d.call import Call, Proceed
@@ -18,7 +21,7 @@ from ranklens_core.c10d.ops import Returns
 from ranklens_core.c10d.signature import Interned, Lane, Signatures, lane_of
 from ranklens_core.c10d.synthesise import Synthesiser
 from ranklens_core.c10d.values import tensor_bytes, write_bytes
-from ranklens_core.c10d.work import AnySourceWork, completed_work
+from ranklens_core.c10d.work import AnySourceWork, completed_work, failed_work
 from ranklens_core.check.structure import Mismatch, describe, explain, structure_of
 from ranklens_core.check.values import ValueScore
 from ranklens_core.errors import (
@@ -73,6 +76,8 @@ class Replayer:
         self._steps = steps
         self._groups = groups
         self._synthesiser = Synthesiser()
+        self._failures: weakref.WeakKeyDictionary[Work, Exception] = weakref.WeakKeyDictionary()
+        self._last = threading.local()
         self._lock = threading.Lock()
         self._structures: dict[tuple[object, ...], int] = {}
         self._live_structures: dict[int, int] = {}
@@ -103,13 +108,19 @@ class Replayer:
             self._compare(call, interned, record, seq_id)
         if self._task.result is Result.SYNTHESISED:
             self._synthesise(call)
+        elif self._was_survived(record):
+            return self._fail_as_recorded(call, record)
         else:
             self._restore(call, interned, record, seq_id)
         return self._answer(call, record)
 
-    def on_wait(self, work: Work, wait: Callable[[], Any]) -> Any:
-        """Nothing to add: results are there when the call returns."""
-        return wait()
+    def on_wait(self, work: Work, wait: Callable[[], bool]) -> bool:
+        """Results are there when the call returns; so are the failures that were recorded."""
+        result = wait()
+        failure = self._failures.get(work)
+        if failure is not None:
+            raise failure
+        return result
 
     def start_batch(self, pg: ProcessGroup) -> None:
         """Batches need no care: each of their calls completes by itself."""
@@ -284,6 +295,29 @@ class Replayer:
             self._fail(error)
         self.provenance[Result.RECORDED] += 1
 
+    def _was_survived(self, record: CallRecord) -> bool:
+        """Whether the call failed and the program coped: it came to a good end all the same."""
+        failed = record.completion is not None and bool(record.completion.error)
+        return failed and self._trace.record.exit_status == 0
+
+    def _fail_as_recorded(self, call: Call, record: CallRecord) -> Work | None:
+        """Fail where the recorded call did: at once, or in its Work."""
+        assert record.completion is not None
+        error = recorded_error(record.completion.error)
+        self.provenance[Result.RECORDED] += 1
+        if record.completion.return_ns:
+            raise error
+        if call.operator.name == "recv_any_source_":
+            return self._hold(AnySourceWork(partial(_raise, error), lambda: True))
+        work = self._hold(failed_work(error, call.device))
+        self._failures[work] = error
+        return work
+
+    def _hold(self, work: Work) -> Work:
+        """Keep ``work`` until the thread's next call, by when its caller has it."""
+        self._last.work = work
+        return work
+
     def _synthesise(self, call: Call) -> None:
         self._synthesiser.fill(call)
         self.provenance[Result.SYNTHESISED] += 1
@@ -293,12 +327,38 @@ class Replayer:
             return None
         if call.operator.name == "recv_any_source_":
             source = record.completion.src_rank if record and record.completion else 0
-            return AnySourceWork(lambda: source)
+            return self._hold(AnySourceWork(lambda _: source, lambda: True))
         return completed_work(call.outputs, call.device)
 
     def _fail(self, error: RankLensError) -> None:
         self.fatal = error
         raise error
+
+
+RECORDED_ERRORS: dict[str, type[Exception]] = {
+    error.__name__: error
+    for error in (
+        ValueError,
+        TypeError,
+        IndexError,
+        NotImplementedError,
+        dist.DistError,
+        dist.DistBackendError,
+        dist.DistNetworkError,
+        dist.DistStoreError,
+    )
+}
+"""What torch's collectives raise, by the name in the trace; anything else becomes a RuntimeError."""
+
+
+def recorded_error(text: str) -> Exception:
+    """The exception that ``CompletionRow.error`` (``Type: message``) tells of."""
+    name, _, message = text.partition(": ")
+    return RECORDED_ERRORS.get(name, RuntimeError)(message)
+
+
+def _raise(error: Exception, timeout: timedelta) -> int:
+    raise error
 
 
 def is_training(record: CallRecord, finished_steps: int, complete: bool) -> bool:

@@ -104,7 +104,7 @@ def test_a_newer_format(copy: Path) -> None:
     run = open_trace(copy).run
     write_run(copy, msgspec.structs.replace(run, format=99, oldest_reader=99))
     status, text = replay(copy)
-    assert (status, "99" in text, "Install" in text) == (5, True, True)
+    assert (status, "99" in text, "Upgrade RankLens" in text) == (5, True, True)
 
 
 @pytest.mark.parametrize(

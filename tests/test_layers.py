@@ -24,8 +24,8 @@ def test_no_module_stands_twice() -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("ranklens_core/replay.py", "from ranklens_core.schema import Signature"),
-        ("ranklens_core/replay.py", "import ranklens_core.task"),
+        ("ranklens_core/replayer.py", "from ranklens_core.schema import Signature"),
+        ("ranklens_core/replayer.py", "import ranklens_core.task"),
         ("ranklens_core/c10d/call.py", "from ranklens_core.c10d.ops import OPERATORS"),
         ("ranklens_core/c10d/call.py", "from .ops import OPERATORS"),
         ("ranklens_core/c10d/call.py", "from ..schema import Signature"),
@@ -47,7 +47,7 @@ def test_allowed(path: str, source: str) -> None:
     [
         ("ranklens_core/schema.py", "from ranklens_core.session import record", "it stands above (floor 4"),
         ("ranklens_core/schema.py", "def f():\n    import ranklens_core.trace", "it stands above (floor 1"),
-        ("ranklens_core/task.py", "from ranklens_core import replay", "it stands above (floor 3"),
+        ("ranklens_core/task.py", "from ranklens_core import replayer", "it stands above (floor 3"),
         ("ranklens_core/c10d/ops.py", "from ..session import record", "it stands above"),
         (
             "ranklens_core/c10d/ops.py",

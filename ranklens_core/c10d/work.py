@@ -203,6 +203,14 @@ class Handles:
         self._last.work = work
         return work
 
+    def release(self) -> None:
+        """Let go of the thread's last Work: its caller has it by now, or never will."""
+        self._last.work = None
+
+    def is_held(self, entry: int) -> bool:
+        """Whether somebody in Python holds the Work of ``entry``."""
+        return entry in self._entries.values()
+
     def entry_of(self, work: Work) -> int | None:
         """The entry of ``work``, None if it is not ours."""
         return self._entries.get(work)

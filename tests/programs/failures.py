@@ -1,4 +1,4 @@
-"""Collectives that fail on their own: the program sees gloo's error, and goes on with another group."""
+"""Collectives that fail on their own: the program sees gloo's error, and copes with it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from showing import expect, rank, say
 
 SOON = timedelta(milliseconds=300)
@@ -14,56 +15,66 @@ SOON = timedelta(milliseconds=300)
 
 def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    groups = [dist.new_group() for _ in range(3)]
+    groups = [dist.new_group() for _ in range(4)]
     for pg in groups:
         dist.distributed_c10d._set_pg_timeout(SOON, pg)
-    lonely(groups[0], is_async=False)
-    lonely(groups[1], is_async=True)
-    silent(groups[2])
-    refused("reduce op", lambda: dist.all_reduce(torch.ones(2), dist._make_nccl_premul_sum(2.0)))
-    refused("shapes", lambda: dist.all_gather([torch.ones(1), torch.ones(3)], torch.ones(2)))
-    refused("dtype", lambda: dist.all_reduce(torch.ones(2, dtype=torch.complex32)))
-    refused("time", lambda: dist.barrier(async_op=True).wait(timedelta(seconds=20)))
+    attempt("reduce op", lambda: dist.all_reduce(torch.ones(2), dist._make_nccl_premul_sum(2.0)))
+    attempt("shapes", lambda: dist.all_gather([torch.ones(1), torch.ones(3)], torch.ones(2)))
+    limited()
     tensor = torch.tensor([rank() + 1.0])
     dist.all_reduce(tensor)
     expect("afterwards", tensor, 3)
+    # from here on each rank is alone: gloo closes all connections of a pair after the first timeout
+    lonely("sync", groups[rank()], is_async=False)
+    lonely("async", groups[rank()], is_async=True)
+    attempt("recv", lambda: dist.recv(torch.ones(4), 1 - rank(), group=groups[2]))
+    attempt("recv from any", lambda: dist.recv(torch.ones(4), group=groups[2]))
+    # torch waits for it in C++, where the handle that RankLens gives cannot raise: the next call does
+    attempt("functional", lambda: funcol.wait_tensor(funcol.all_reduce(torch.ones(4), "sum", groups[3])))
+    attempt("next", lambda: dist.all_reduce(torch.ones(1), group=groups[3]))
 
 
-def refused(name: str, call: Callable[[], object]) -> None:
+def attempt(name: str, call: Callable[[], object]) -> None:
     try:
         call()
     except Exception as error:
-        # up to the text that differs from run to run: addresses, ports, stacks
-        say(name, f"{type(error).__name__}: {str(error).splitlines()[0].partition(' [')[0][:90]}")
+        # which end notices first differs from run to run, not between a recording and its replay
+        say(f"{name} handle", str(error).splitlines()[0])
+        say(name, f"{type(error).__name__}")
     else:
         say(name, "no error")
 
 
-def lonely(pg: dist.ProcessGroup, is_async: bool) -> None:
-    """Rank 0 calls, rank 1 never does: gloo gives up."""
-    if rank() == 1:
-        return
-    tensor = torch.ones(4)
-    work = None
+def limited() -> None:
+    """A wait with a limit that is long enough, and one that is not."""
+    work = dist.barrier(async_op=True)
+    attempt("wait in time", lambda: work.wait(timedelta(seconds=20)))
+    tensor = torch.zeros(1)
+    if rank() == 0:
+        work = dist.irecv(tensor, 1)
+        dist.send(torch.ones(1), 1)
+        attempt("recv in time", lambda: work.wait(timedelta(seconds=20)))
+    else:
+        dist.recv(tensor, 0)
+        dist.send(torch.ones(1), 0)
+    expect("received", tensor, 1)
+
+
+def lonely(name: str, pg: dist.ProcessGroup, is_async: bool) -> None:
+    """The other rank never calls: gloo gives up."""
+    work: dist.Work | None = None
 
     def call() -> None:
         nonlocal work
-        work = dist.all_reduce(tensor, group=pg, async_op=is_async)
+        work = dist.all_reduce(torch.ones(4), group=pg, async_op=is_async)
         if work is not None:
-            say("issued", "the error comes later")
+            say(name, "issued, the error comes later")
             work.wait()
 
-    refused(f"lonely {'async' if is_async else 'sync'}", call)
+    attempt(name, call)
     if work is not None:
-        refused("lonely again", work.wait)
-        refused("lonely future", work.get_future().wait)
-
-
-def silent(pg: dist.ProcessGroup) -> None:
-    """Rank 0 receives what rank 1 never sends."""
-    if rank() == 1:
-        return
-    refused("silent sync", lambda: dist.recv(torch.ones(4), 1, group=pg))
+        attempt(f"{name} again", work.wait)
+        attempt(f"{name} future", work.get_future().wait)
 
 
 main()
