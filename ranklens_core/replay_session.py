@@ -15,10 +15,11 @@ from ranklens_core.c10d.site import Sites
 from ranklens_core.c10d.world import OneRankWorld, let_fake_groups_coalesce
 from ranklens_core.clock import Clock, MonotonicClock
 from ranklens_core.errors import RankLensError, StructureMismatchError, ValuesMissingError
+from ranklens_core.matching import WindowEnded
 from ranklens_core.patches import Patches
 from ranklens_core.place import check_place
 from ranklens_core.printed import PrintedMetrics
-from ranklens_core.replayer import Replayer, WindowEnded
+from ranklens_core.replayer import Replayer
 from ranklens_core.schema import GroupRecord, Printed, RankRecord
 from ranklens_core.steps import OptimizerSteps, Steps
 from ranklens_core.task import OnMismatch, Result, Task
@@ -83,7 +84,13 @@ class ReplaySession:
         self._patches.on_undo(self.adapters.remove)
         signatures = Signatures(groups, Sites(TIMER_FILES), lambda _: None)
         recorded = {group.key: group for group in record.groups}
-        self.replayer = Replayer(self._rank_trace, self.task, on_mismatch, signatures, self.steps, recorded)
+        self.matcher = Matcher(
+            self._rank_trace,
+            recorded,
+            stops=on_mismatch is OnMismatch.STOP,
+            keeps_window=self.task.result is Result.RECORDED,
+        )
+        self.replayer = Replayer(self._rank_trace, self.matcher, self.task, signatures, self.steps, recorded)
         self._patches.on_undo(OptimizerSteps(self.steps).remove)
         self._printed: list[Printed] = []
         self._patches.on_undo(PrintedMetrics(self._printed.append).remove)
@@ -124,7 +131,7 @@ class ReplaySession:
         return sum(record.host == self.record.host for record in self.trace.ranks.values())
 
     def _judge(self, error: BaseException | None) -> tuple[Status, str]:
-        replayer = self.replayer
+        replayer, matcher = self.replayer, self.matcher
         fatal = replayer.fatal or (error if isinstance(error, RankLensError) else None)
         if isinstance(fatal, StructureMismatchError):
             return Status.STRUCTURE_MISMATCH, ""
@@ -133,10 +140,10 @@ class ReplaySession:
             return by_exit[fatal.exit_status], str(fatal)
         if error is not None and not _is_success(error):
             return Status.PROGRAM_FAILED, f"{type(error).__name__}: {error}"
-        if replayer.first_mismatch is not None:
+        if matcher.first_mismatch is not None:
             return Status.STRUCTURE_MISMATCH, ""
-        missing = "" if isinstance(error, WindowEnded) else replayer.missing()
-        if missing and replayer.matched < replayer.total:
+        missing = "" if isinstance(error, WindowEnded) else matcher.missing()
+        if missing and matcher.matched < matcher.total:
             return Status.STRUCTURE_MISMATCH, missing
         if replayer.scores.first_divergence is not None:
             return Status.VALUES_DIVERGED, ""
@@ -145,7 +152,7 @@ class ReplaySession:
         return Status.OK, ""
 
     def _verdict(self, status: Status, message: str) -> Verdict:
-        replayer = self.replayer
+        replayer, matcher = self.replayer, self.matcher
         return Verdict(
             version=VERDICT_VERSION,
             task=self.task.name,
@@ -153,13 +160,13 @@ class ReplaySession:
             world_size=self.trace.world_size,
             status=status,
             message=message,
-            calls=CallCounts(recorded=replayer.total, replayed=replayer.replayed),
+            calls=CallCounts(recorded=matcher.total, replayed=replayer.replayed),
             structure=StructureResult(
-                matched=replayer.matched,
-                total=replayer.total,
-                training_matched=replayer.training_matched,
-                training_total=replayer.training_total,
-                first_mismatch=replayer.first_mismatch,
+                matched=matcher.matched,
+                total=matcher.total,
+                training_matched=matcher.training_matched,
+                training_total=matcher.training_total,
+                first_mismatch=matcher.first_mismatch,
             ),
             values=ValuesResult(
                 identical=replayer.scores.identical,

@@ -46,9 +46,7 @@ class ValueScore:
             self.identical += 1
             return True
         if self.first_divergence is None:
-            tensor = next(
-                (i for i, (then, here) in enumerate(zip(recorded, now, strict=False)) if then != here), 0
-            )
+            tensor = next(i for i, (then, here) in enumerate(zip(recorded, now, strict=True)) if then != here)
             self.first_divergence = _divergence(tensor, signature, recorded_signature, group, seq_id, step)
         return False
 

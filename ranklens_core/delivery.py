@@ -1,0 +1,44 @@
+"""How a result reaches the program: at once, or when it would have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch._C._distributed_c10d import Work
+
+from ranklens_core.c10d.call import Call
+from ranklens_core.c10d.ops import Returns
+from ranklens_core.c10d.signature import Interned
+from ranklens_core.c10d.work import AnySourceWork, completed_work
+from ranklens_core.schema import CallRecord
+
+Fill = Callable[[], None]
+"""Writes a call's outputs; called once, when the result arrives."""
+
+
+class Delivery(Protocol):
+    """Answers a call whose result is known."""
+
+    def deliver(self, call: Call, interned: Interned, record: CallRecord | None, fill: Fill) -> Work | None:
+        """The Work of ``call``, None where it has none. ``record`` is None for a call without one."""
+        ...
+
+
+class AtOnce:
+    """Results are there when the call returns."""
+
+    def deliver(self, call: Call, interned: Interned, record: CallRecord | None, fill: Fill) -> Work | None:
+        """See ``Delivery``."""
+        fill()
+        return finished(call, record)
+
+
+def finished(call: Call, record: CallRecord | None) -> Work | None:
+    """The Work of a call whose outputs are written."""
+    if call.operator.returns is Returns.NOTHING:
+        return None
+    if call.operator.name == "recv_any_source_":
+        source = record.completion.src_rank if record and record.completion else 0
+        return AnySourceWork(lambda: source)
+    return completed_work(call.outputs, call.device)

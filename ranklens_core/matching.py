@@ -1,0 +1,183 @@
+"""Finds the record of each call the program makes, in issue order within each sequence.
+
+A sequence is a group's collectives, or a group's messages to or from one peer; sequences are matched
+independently, so that calls on different groups may interleave differently than recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ranklens_core.c10d.signature import Interned, Lane, lane_of
+from ranklens_core.check.structure import Mismatch, describe, explain, structure_of
+from ranklens_core.errors import StructureMismatchError, TraceIncompleteError
+from ranklens_core.schema import CallRecord, GroupRecord
+from ranklens_core.trace import RankTrace
+
+
+class WindowEnded(SystemExit):
+    """The recorded window is over: the program ends here, with success."""
+
+
+class Match(NamedTuple):
+    """``record`` is None for a call that the trace does not have at its place; ``seq_id`` is the place."""
+
+    record: CallRecord | None
+    seq_id: int
+
+
+class _Sequence:
+    """The records of one lane and how far the program has come."""
+
+    __slots__ = ("at", "records", "structures")
+
+    def __init__(self) -> None:
+        self.records: list[CallRecord] = []
+        self.structures: list[int] = []
+        self.at = 0
+
+
+class Matcher:
+    """The recorded calls of one rank.
+
+    ``stops`` says whether a mismatch is an error; ``keeps_window`` whether the program ends with the
+    recorded window. ``total`` and ``training_total`` count recorded calls, ``matched`` and
+    ``training_matched`` those the program has made.
+    """
+
+    def __init__(
+        self, trace: RankTrace, groups: Mapping[str, GroupRecord], *, stops: bool, keeps_window: bool
+    ) -> None:
+        record = trace.record
+        self._rank = record
+        self._groups = groups
+        self._stops = stops
+        self._window_end = record.value_steps[1] if record.value_steps and keeps_window else None
+        self._structures: dict[tuple[object, ...], int] = {}
+        self._live_structures: dict[int, int] = {}
+        self._lanes: dict[Lane, _Sequence] = {}
+        self.matched = 0
+        self.training_matched = 0
+        self.total = 0
+        self.training_total = 0
+        self.first_mismatch: Mismatch | None = None
+        self._load(trace)
+
+    def match(self, interned: Interned, step: int) -> Match:
+        """The record of the call being made in ``step``.
+
+        Raises ``StructureMismatchError`` (if mismatches are errors), ``TraceIncompleteError`` where a
+        recording broke off, ``WindowEnded`` at the end of the window.
+        """
+        sequence = self._lanes.get(interned.lane)
+        if sequence is None:
+            sequence = self._lanes[interned.lane] = _Sequence()
+        at = sequence.at
+        recorded: CallRecord | None = None
+        if at < len(sequence.records):
+            recorded = sequence.records[at]
+            if self._is_past_window(recorded):
+                raise WindowEnded(0)
+            structure = self._live_structures.get(interned.id)
+            if structure is None:
+                structure = self._intern(structure_of(interned.signature))
+                self._live_structures[interned.id] = structure
+            if structure == sequence.structures[at]:
+                sequence.at = at + 1
+                self.matched += 1
+                self.training_matched += self.is_training(recorded)
+                return Match(recorded, at)
+        elif not self._rank.complete:
+            raise self._ended(interned)
+        self._mismatch(interned, sequence, recorded, step)
+        # keep the sequence aligned: this call took the record's place
+        sequence.at = min(at + 1, len(sequence.records))
+        return Match(None, at)
+
+    def is_training(self, record: CallRecord) -> bool:
+        """Whether a call is scored: it was flagged and its step came to its end (what follows the last
+        step of a finished run is no training; in a broken-off one it is)."""
+        return record.row.training and (not self._rank.complete or record.row.step < len(self._rank.steps))
+
+    def missing(self) -> str:
+        """The first recorded call that the program never made, in words; ``""`` if it made all."""
+        waiting = [lane for lane in self._lanes.values() if lane.at < len(lane.records)]
+        if not waiting:
+            return ""
+        first = min((lane.records[lane.at] for lane in waiting), key=lambda record: record.row.entry)
+        left = sum(len(lane.records) - lane.at for lane in waiting)
+        site = first.signature.program_site or first.signature.site
+        return (
+            f"the program ended {left} calls early; the first one it did not make is "
+            f"{describe(first.signature, self._groups.get(first.signature.group))} "
+            f"(recorded at {site or 'an unknown place'})"
+        )
+
+    def _load(self, trace: RankTrace) -> None:
+        by_signature: dict[int, tuple[Lane, int]] = {}
+        for call in trace.call_records():
+            known = by_signature.get(call.row.signature)
+            if known is None:
+                structure = self._intern(structure_of(call.signature))
+                known = by_signature[call.row.signature] = (lane_of(call.signature), structure)
+            sequence = self._lanes.setdefault(known[0], _Sequence())
+            sequence.records.append(call)
+            sequence.structures.append(known[1])
+            if not self._is_past_window(call):
+                self.total += 1
+                self.training_total += self.is_training(call)
+
+    def _is_past_window(self, record: CallRecord) -> bool:
+        return self._window_end is not None and record.row.step >= self._window_end
+
+    def _intern(self, structure: tuple[object, ...]) -> int:
+        return self._structures.setdefault(structure, len(self._structures))
+
+    def _mismatch(
+        self, interned: Interned, sequence: _Sequence, recorded: CallRecord | None, step: int
+    ) -> None:
+        mismatch = explain(
+            now=interned.signature,
+            group=self._groups.get(interned.signature.group),
+            seq_id=sequence.at,
+            step=step,
+            recorded=recorded.signature if recorded else None,
+            nearest=self._nearest(interned, sequence),
+            ended=self._why_no_record(interned, sequence),
+        )
+        if self.first_mismatch is None:
+            self.first_mismatch = mismatch
+        if self._stops:
+            raise StructureMismatchError(mismatch.text)
+
+    def _nearest(self, interned: Interned, sequence: _Sequence) -> str:
+        structure = self._intern(structure_of(interned.signature))
+        places = [i for i, other in enumerate(sequence.structures) if other == structure]
+        if not places:
+            return ""
+        place = min(places, key=lambda i: abs(i - sequence.at))
+        found = sequence.records[place]
+        return (
+            f"the same call stands at place {place} of this sequence (this is place {sequence.at}), "
+            f"step {found.row.step}, {found.signature.program_site or found.signature.site}"
+        )
+
+    def _why_no_record(self, interned: Interned, sequence: _Sequence) -> str:
+        if sequence.records:
+            return f"no more calls: this sequence has {len(sequence.records)}"
+        group = interned.signature.group
+        if group not in self._groups:
+            known = ", ".join(
+                f"{record.role or record.pg_desc} {key}" for key, record in self._groups.items()
+            )
+            return f"no group of ranks {group}; this rank's groups: {known}"
+        return "no call of this kind on this group"
+
+    def _ended(self, interned: Interned) -> TraceIncompleteError:
+        rank = self._rank
+        why = rank.failure or f"rank {rank.rank} ended without closing its trace"
+        return TraceIncompleteError(
+            f"The recording ends here, after {self.matched} calls of rank {rank.rank} ({why}): "
+            f"nothing is recorded for {describe(interned.signature)}."
+        )
