@@ -40,5 +40,5 @@ def finished(call: Call, record: CallRecord | None) -> Work | None:
         return None
     if call.operator.name == "recv_any_source_":
         source = record.completion.src_rank if record and record.completion else 0
-        return AnySourceWork(lambda: source)
+        return AnySourceWork(lambda _: source, lambda: True)
     return completed_work(call.outputs, call.device)

@@ -15,7 +15,7 @@ from ranklens_core.c10d.site import Sites
 from ranklens_core.c10d.world import OneRankWorld, let_fake_groups_coalesce
 from ranklens_core.clock import Clock, MonotonicClock
 from ranklens_core.errors import RankLensError, StructureMismatchError, ValuesMissingError
-from ranklens_core.matching import WindowEnded
+from ranklens_core.matching import Matcher, WindowEnded
 from ranklens_core.patches import Patches
 from ranklens_core.place import check_place
 from ranklens_core.printed import PrintedMetrics

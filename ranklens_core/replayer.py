@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from torch._C._distributed_c10d import ProcessGroup, Work
 
@@ -23,6 +22,7 @@ from ranklens_core.check.values import ValueScore
 from ranklens_core.delivery import AtOnce, Delivery, Fill
 from ranklens_core.errors import RankLensError, TraceIncompleteError, ValuesMissingError
 from ranklens_core.matching import Match, Matcher
+from ranklens_core.recorded_failure import RecordedFailures, was_survived
 from ranklens_core.schema import CallRecord, GroupRecord
 from ranklens_core.steps import Steps
 from ranklens_core.task import Result, Task
@@ -57,6 +57,7 @@ class Replayer:
         self._delivery = delivery or AtOnce()
         self._synthesiser = Synthesiser()
         self._handles = Handles()
+        self._failures = RecordedFailures()
         self._lock = threading.Lock()
         self.scores = ValueScore()
         self.provenance: Counter[str] = Counter()
@@ -68,16 +69,24 @@ class Replayer:
         if self.fatal is not None:
             raise self.fatal
         try:
-            interned, record, fill = self._answer(call)
+            interned, record = self._find(call)
+            fill = self._filling(call, record)
         except RankLensError as error:
             self.fatal = error
             raise
+        if record is not None and fill is None:
+            return self._handles.track(self._failures.fail(call, record), self.replayed)
+        assert fill is not None
         work = self._delivery.deliver(call, interned, record, fill)
         return None if work is None else self._handles.track(work, self.replayed)
 
-    def on_wait(self, work: Work, wait: Callable[[], Any]) -> Any:
-        """Nothing to add: the Work knows when its result arrives."""
-        return wait()
+    def on_wait(self, work: Work, wait: Callable[[], bool]) -> bool:
+        """The Work knows when its result arrives; a recorded failure must be raised here."""
+        result = wait()
+        failure = self._failures.of(work)
+        if failure is not None:
+            raise failure
+        return result
 
     def start_batch(self, pg: ProcessGroup) -> None:
         """Batches need no care: each of their calls completes by itself."""
@@ -87,7 +96,8 @@ class Replayer:
         work = proceed()
         return work if work is not None else completed_work([], pg._device_types[0])
 
-    def _answer(self, call: Call) -> tuple[Interned, CallRecord | None, Fill]:
+    def _find(self, call: Call) -> tuple[Interned, CallRecord | None]:
+        """The call's record, its inputs compared."""
         interned = self._signatures.of(call)
         with self._lock:
             match = self._matcher.match(interned, self._steps.index) if self._matcher else Match(None, 0)
@@ -95,10 +105,18 @@ class Replayer:
         record = match.record
         if record is not None and self._task.compares:
             self._compare(call, interned, record, match.seq_id)
+        return interned, record
+
+    def _filling(self, call: Call, record: CallRecord | None) -> Fill | None:
+        """What writes the call's outputs; None where it failed when it was recorded."""
         if record is None or self._task.result is Result.SYNTHESISED:
             self.provenance[Result.SYNTHESISED] += 1
-            return interned, record, lambda: self._synthesiser.fill(call)
-        return interned, record, self._restoring(call, record)
+            return lambda: self._synthesiser.fill(call)
+        assert self._trace is not None
+        if was_survived(record, self._trace.record):
+            self.provenance[Result.RECORDED] += 1
+            return None
+        return self._restoring(call, record)
 
     def _compare(self, call: Call, interned: Interned, record: CallRecord, seq_id: int) -> None:
         assert self._matcher is not None

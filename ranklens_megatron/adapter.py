@@ -111,6 +111,7 @@ class Adapter:
 def _classes_with_step(cls: type) -> list[type]:
     """``cls`` and its subclasses that define ``step`` themselves."""
     found = [cls] if "step" in cls.__dict__ else []
-    for subclass in cls.__subclasses__():
+    subclasses: list[type] = cls.__subclasses__()
+    for subclass in subclasses:
         found.extend(other for other in _classes_with_step(subclass) if other not in found)
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -232,8 +233,11 @@ def test_a_rank_killed_in_mid_run(tmp_path: Path) -> None:
     for rank in range(4):
         status, text = replay(out, rank, env={"FAIL": "no"})
         assert status == 5
-        assert "12 of 12 calls match" in text
-        assert "The recording ends here, after 12 calls" in text
+        matched = re.search(r"structure +(\d+) of \1 calls match", text)
+        # all calls of two whole steps; those of the third that needed no peer may be there too
+        assert matched is not None
+        assert 12 <= int(matched[1]) <= 15
+        assert text.count("The recording ends here") == 1
 
 
 @pytest.fixture

@@ -46,7 +46,8 @@ def failed_work(error: BaseException, device: torch.device) -> Work:
     future = new_future(device)
     failing = future.then(fail)
     future.set_result(None)
-    return _create_work_from_future(failing)
+    work: Work = _create_work_from_future(failing)
+    return work
 
 
 ORIGINAL_WAIT: Callable[..., Any] = Work.wait
