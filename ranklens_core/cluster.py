@@ -11,6 +11,7 @@ import gc
 import importlib
 import logging
 import os
+import random
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,9 @@ from ranklens_core.local_job import LocalJob
 from ranklens_core.rank_failure import RankFailure
 from ranklens_core.rank_output import OutputHandler, write_output
 from ranklens_core.rank_process import RankTarget
+
+PORTS = (20_000, 30_000)
+"""Where MASTER_PORT is chosen: below the ephemeral ports of Linux (32768 on) and other systems."""
 
 __all__ = ["ClusterResult", "OutputHandler", "RankFailure", "run_local"]
 
@@ -148,6 +152,14 @@ def _quiet_heap() -> Iterator[None]:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port nobody listens on. Not from the system's ephemeral range: there any connection made
+    before rank 0 binds it could take it."""
+    ports = random.Random(time.monotonic_ns() ^ os.getpid())
+    while True:
+        port = ports.randrange(*PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port

@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import Work
 from ranklens_core.c10d.call import Call
 from ranklens_core.c10d.ops import Returns
 from ranklens_core.c10d.signature import Interned
-from ranklens_core.c10d.work import AnySourceWork, completed_work
+from ranklens_core.c10d.work import FINISHED, AnySourceWork, completed_work
 from ranklens_core.schema import CallRecord
 
 Fill = Callable[[], None]
@@ -41,4 +41,6 @@ def finished(call: Call, record: CallRecord | None) -> Work | None:
     if call.operator.name == "recv_any_source_":
         source = record.completion.src_rank if record and record.completion else 0
         return AnySourceWork(lambda _: source, lambda: True)
-    return completed_work(call.outputs, call.device)
+    if not call.is_async and call.device.type == "cpu":
+        return FINISHED
+    return completed_work(call.result, call.device)

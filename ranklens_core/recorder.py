@@ -11,7 +11,9 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 
+import torch
 from torch._C._distributed_c10d import ProcessGroup, Work
 
 from ranklens_core.c10d.call import Call, Proceed
@@ -23,6 +25,7 @@ from ranklens_core.c10d.work import (
     AnySourceWork,
     CompletionWatcher,
     Handles,
+    storage_of,
     wait_for,
 )
 from ranklens_core.clock import Clock
@@ -31,6 +34,8 @@ from ranklens_core.steps import Steps
 from ranklens_core.trace import TraceWriter, content_address
 
 log = logging.getLogger("ranklens")
+
+T = TypeVar("T")
 
 
 class Values:
@@ -89,55 +94,69 @@ class Recorder:
         self._lock = threading.Lock()
         self._entries = 0
         self._seq_ids: dict[Lane, int] = defaultdict(int)
-        self._batches: dict[str, list[tuple[int, Call]]] = {}
+        self._batches: dict[str, list[tuple[int, list[torch.Tensor], torch.device]]] = {}
         self._batch_number = -1
+        # of calls whose Work nobody has waited for by wait_tensor: functional collectives, and those
+        # whose storage is not yet used again
+        self._entry_of_storage: dict[int, int] = {}
         self._failures: dict[int, BaseException] = {}
         self._unseen: dict[int, BaseException] = {}
         self.stopped = False
 
     def handle(self, call: Call, proceed: Proceed) -> Work | None:
         """Call through and record; see ``Handler``."""
-        if self._unseen:
-            self._raise_unseen()
         if self.stopped:
+            self._raise_unseen()
             return proceed()
         try:
             entry = self._issue(call)
         except Exception as error:
             self._stop(error)
             return proceed()
+        # what runs when the call is done must not hold the call: gloo frees it in a thread of the
+        # process group, which cannot end (and join that thread) there
+        outputs = call.outputs if self._values.results(self._steps.index) else []
         try:
+            self._raise_unseen()
             work = proceed()
             if work is None:
-                self._finish(entry, call, blocked=True)
+                self._finish(entry, outputs, blocked=True)
                 return None
             if call.pg.group_name in self._batches:
                 # the batch's own Work tells when this call is done
-                self._batches[call.pg.group_name].append((entry, call))
+                self._batches[call.pg.group_name].append((entry, outputs, call.device))
                 return work
             if call.operator.name == "recv_any_source_":
-                return self._any_source(entry, call, work)
+                return self._any_source(entry, outputs, work)
             if not call.is_async and call.device.type == "cpu":
                 # the caller waits at once anyway: waiting here saves a hop over another thread
                 ORIGINAL_WAIT(work)
-                self._finish(entry, call, blocked=True)
+                self._finish(entry, outputs, blocked=True)
                 return work
         except BaseException as error:
-            self._finish(entry, call, blocked=True, error=error)
+            self._finish(entry, outputs, blocked=True, error=error)
             raise
 
         def done(error: BaseException | None) -> None:
             if error is not None:
                 self._keep_failure(entry, error)
-            self._finish(entry, call, error=error)
+            self._finish(entry, outputs, error=error)
 
         watched = self._watcher.after(work, call.outputs, call.device, done)
+        for tensor in call.outputs:
+            self._entry_of_storage[storage_of(tensor)] = entry
         self._leave()
         return self._handles.track(watched, entry)
 
     def on_wait(self, work: Work, wait: Callable[[], bool]) -> bool:
         """Wait and record it."""
-        call = self._handles.entry_of(work)
+        return self._wait(self._handles.entry_of(work), wait)
+
+    def on_wait_tensor(self, tensor: torch.Tensor, wait: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Wait and record it."""
+        return self._wait(self._entry_of_storage.pop(storage_of(tensor), None), wait)
+
+    def _wait(self, call: int | None, wait: Callable[[], T]) -> T:
         if call is None:
             return wait()
         begin_ns, begin_cpu_ns = self._now_ns(), self._cpu_ns()
@@ -188,11 +207,11 @@ class Recorder:
         def done(error: BaseException | None) -> None:
             if error is not None:
                 self._keep_failure(batch[-1][0], error)
-            for entry, call in batch:
-                self._finish(entry, call, error=error)
+            for entry, outputs, _ in batch:
+                self._finish(entry, outputs, error=error)
 
-        tensors = [tensor for _, call in batch for tensor in call.outputs]
-        watched = self._watcher.after(work, tensors, batch[0][1].device, done)
+        tensors = [tensor for _, outputs, _ in batch for tensor in outputs]
+        watched = self._watcher.after(work, tensors, batch[0][2], done)
         return self._handles.track(watched, batch[-1][0])
 
     def _issue(self, call: Call) -> int:
@@ -230,20 +249,23 @@ class Recorder:
     def _finish(
         self,
         entry: int,
-        call: Call,
+        outputs: list[torch.Tensor],
         *,
         blocked: bool = False,
         error: BaseException | None = None,
         src_rank: int = NO_PEER,
     ) -> None:
-        """The call is over: keep its results before the program can touch them."""
+        """The call is over: keep its results before the program can touch them.
+
+        ``outputs`` are those to keep, by the step that the call was issued in.
+        """
         end_ns = self._now_ns()
         if self.stopped:
             return
         try:
             out_addresses: list[bytes] = []
-            if error is None and self._values.results(self._steps.index):
-                for tensor in call.outputs:
+            if error is None:
+                for tensor in outputs:
                     data = tensor_bytes(tensor)
                     address = content_address(data)
                     if not self._writer.has(address):
@@ -264,15 +286,15 @@ class Recorder:
         if blocked:
             self._leave()
 
-    def _any_source(self, entry: int, call: Call, work: Work) -> Work:
+    def _any_source(self, entry: int, outputs: list[torch.Tensor], work: Work) -> Work:
         def finish(timeout: timedelta) -> int:
             try:
                 wait_for(work, timeout)
             except BaseException as error:
-                self._finish(entry, call, blocked=True, error=error)
+                self._finish(entry, outputs, blocked=True, error=error)
                 raise
             source: int = work._source_rank()
-            self._finish(entry, call, blocked=True, src_rank=source)
+            self._finish(entry, outputs, blocked=True, src_rank=source)
             return source
 
         return self._handles.track(AnySourceWork(finish, work.is_completed), entry)
@@ -284,9 +306,11 @@ class Recorder:
     def _raise_unseen(self) -> None:
         """Raise the error of a call whose Work nobody can wait for through us.
 
-        Waits inside torch's C++ (functional collectives) pass by ``on_wait``, and a Work made from a
-        future does not raise there: the program would go on with what is no result.
+        Waits inside torch's C++ (DDP's broadcasts) pass by ``on_wait``, and a Work made from a future
+        does not raise there: the program would go on with what is no result.
         """
+        if not self._unseen:
+            return
         self._handles.release()
         for entry, error in list(self._unseen.items()):
             if not self._handles.is_held(entry):

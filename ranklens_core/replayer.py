@@ -10,13 +10,14 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 
+import torch
 from torch._C._distributed_c10d import ProcessGroup, Work
 
 from ranklens_core.c10d.call import Call, Proceed
 from ranklens_core.c10d.signature import Interned, Signatures
 from ranklens_core.c10d.synthesise import Synthesiser
 from ranklens_core.c10d.values import tensor_bytes, write_bytes
-from ranklens_core.c10d.work import Handles, completed_work
+from ranklens_core.c10d.work import FINISHED, Handles, completed_work
 from ranklens_core.check.structure import describe
 from ranklens_core.check.values import ValueScore
 from ranklens_core.delivery import AtOnce, Delivery, Fill
@@ -78,15 +79,23 @@ class Replayer:
             return self._handles.track(self._failures.fail(call, record), self.replayed)
         assert fill is not None
         work = self._delivery.deliver(call, interned, record, fill)
-        return None if work is None else self._handles.track(work, self.replayed)
+        if work is None or work is FINISHED:
+            return work
+        return self._handles.track(work, self.replayed)
 
     def on_wait(self, work: Work, wait: Callable[[], bool]) -> bool:
         """The Work knows when its result arrives; a recorded failure must be raised here."""
-        result = wait()
         failure = self._failures.of(work)
         if failure is not None:
             raise failure
-        return result
+        return wait()
+
+    def on_wait_tensor(self, tensor: torch.Tensor, wait: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """As ``on_wait``."""
+        failure = self._failures.of_tensor(tensor)
+        if failure is not None:
+            raise failure
+        return wait()
 
     def start_batch(self, pg: ProcessGroup) -> None:
         """Batches need no care: each of their calls completes by itself."""

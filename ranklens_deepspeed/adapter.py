@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import groups
@@ -15,22 +17,28 @@ from torch._C._distributed_c10d import ProcessGroup
 from ranklens_core.patches import Patches
 from ranklens_core.steps import Steps
 
-ROLES = {
+GLOBAL_ROLES = {
     "_WORLD_GROUP": "world",
     "_DATA_PARALLEL_GROUP": "dp",
-    "_TENSOR_MODEL_PARALLEL_GROUP": "tp",
-    "_EXPERT_PARALLEL_GROUP": "ep",
-    "_EXPERT_DATA_PARALLEL_GROUP": "edp",
+    "_TENSOR_MODEL_PARALLEL_GROUP": "model",
+    "_EXPERT_PARALLEL_GROUP": "expert",
+    "_EXPERT_DATA_PARALLEL_GROUP": "expert_data",
     "_ZERO_PARAM_INTRA_PARALLEL_GROUP": "hpz",
     "_ALL_TO_ALL_GROUP": "all_to_all",
 }
-"""Globals of ``deepspeed.utils.groups`` (a group, or groups by name) and their roles."""
+"""Globals of ``deepspeed.utils.groups`` (a group, or groups by name) and their roles. ``_WORLD_GROUP`` is
+DeepSpeed's own copy of the world, which is ``dp`` too where nothing but data is parallel."""
 
-GRID_ROLES = {"dp_proc_group": "dp", "pp_proc_group": "pipe", "slice_proc_group": "model"}
-"""Attributes of a pipeline's grid and their roles."""
-
-ENGINE_ROLES = {"seq_data_parallel_group": "dp", "sequence_parallel_group": "sp"}
+ENGINE_ROLES = {"data_parallel_group": "dp", "seq_parallel_group": "sequence"}
 """Attributes of an engine and their roles."""
+
+GRID_ROLES = {
+    "dp_proc_group": "dp",
+    "pp_proc_group": "pipe",
+    "slice_proc_group": "model",
+    "ds_model_proc_group": "pipe_model",
+}
+"""Attributes of a pipeline engine's grid and their roles."""
 
 
 class Adapter:
@@ -61,10 +69,18 @@ class Adapter:
         self._patches.undo()
 
     def _pairs(self) -> Iterator[tuple[ProcessGroup, str]]:
-        yield from _groups_of(groups, ROLES)
+        if dist.is_initialized() and dist.group.WORLD is not None:
+            yield dist.group.WORLD, "world"
+        yield from _groups_of(groups, GLOBAL_ROLES)
         for engine in self._engines:
             yield from _groups_of(engine, ENGINE_ROLES)
             yield from _groups_of(getattr(engine, "grid", None), GRID_ROLES)
+            # with sequence parallelism ZeRO shards over both dimensions, otherwise this is the dp group again
+            across = getattr(engine, "seq_data_parallel_group", None)
+            if across is not getattr(engine, "data_parallel_group", None) and isinstance(
+                across, ProcessGroup
+            ):
+                yield across, "sequence_data"
 
     def _created(self, init: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(init)
@@ -79,7 +95,8 @@ class Adapter:
     def _begins(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
         def patched(engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
-            if engine.training:
+            # an evaluation before the training is no step
+            if engine.training and torch.is_grad_enabled():
                 self._steps.begin()
             return forward(engine, *args, **kwargs)
 
@@ -88,9 +105,10 @@ class Adapter:
     def _ends(self, step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)
         def patched(engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
-            at_boundary = engine.is_gradient_accumulation_boundary()
+            # whether this micro-batch ends the accumulation is decided inside, in several ways
+            before = engine.global_steps
             result = step(engine, *args, **kwargs)
-            if at_boundary:
+            if engine.global_steps != before:
                 self._steps.end()
             return result
 

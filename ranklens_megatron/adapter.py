@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.optimizer import optimizer as optimizers
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import schedules
 from torch._C._distributed_c10d import ProcessGroup
 
@@ -26,14 +28,14 @@ ROLES = {
     "_PIPELINE_MODEL_PARALLEL_GROUP": "pp",
     "_DATA_PARALLEL_GROUP": "dp",
     "_DATA_PARALLEL_GROUP_WITH_CP": "dp_cp",
+    "_DATA_PARALLEL_GROUP_WITH_CP_AG": "dp_cp_ag",
     "_CONTEXT_PARALLEL_GROUP": "cp",
     "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS": "hcp",
+    "_HYBRID_DP_CP_GROUPS": "hybrid_dp_cp",
     "_EXPERT_MODEL_PARALLEL_GROUP": "ep",
     "_EXPERT_TENSOR_PARALLEL_GROUP": "etp",
     "_EXPERT_DATA_PARALLEL_GROUP": "edp",
     "_MODEL_PARALLEL_GROUP": "mp",
-    "_EMBEDDING_GROUP": "embedding",
-    "_POSITION_EMBEDDING_GROUP": "position_embedding",
     "_TENSOR_AND_DATA_PARALLEL_GROUP": "tp_dp",
     "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": "tp_dp_cp",
     "_TENSOR_AND_CONTEXT_PARALLEL_GROUP": "tp_cp",
@@ -43,12 +45,9 @@ ROLES = {
     "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": "intra_edp",
     "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": "inter_edp",
     "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "optimizer_instance",
-    "_DATA_PARALLEL_GROUP_GLOO": "dp_gloo",
-    "_DATA_PARALLEL_GROUP_WITH_CP_GLOO": "dp_cp_gloo",
-    "_EXPERT_DATA_PARALLEL_GROUP_GLOO": "edp_gloo",
 }
-"""Globals of ``parallel_state`` (a group or a list of groups) and their roles. A version that lacks
-one is fine: its groups have no role then."""
+"""Globals of ``parallel_state`` (a group, a list of groups, or groups by size) and the field's short
+names of their roles; ``role_named`` names the others."""
 
 
 class Adapter:
@@ -63,16 +62,19 @@ class Adapter:
         for name in SCHEDULES:
             if hasattr(schedules, name):
                 self._patches.set(schedules, name, self._begins(getattr(schedules, name)))
-        for cls in _classes_with_step(optimizers.MegatronOptimizer):
-            self._patches.set(cls, "step", self._ends(cls.__dict__["step"]))
+        for cls in _with_subclasses(MegatronOptimizer):
+            self._watch(cls)
+        self._patches.set(MegatronOptimizer, "__init_subclass__", classmethod(self._subclassed))
 
     def roles(self) -> Mapping[ProcessGroup, str]:
         """Roles of the groups that exist; one group may have several, joined by ``+``."""
         found: dict[ProcessGroup, str] = {}
-        for name, role in ROLES.items():
-            value = getattr(parallel_state, name, None)
-            for pg in value if isinstance(value, list) else [value]:
+        if dist.is_initialized() and dist.group.WORLD is not None:
+            found[dist.group.WORLD] = "world"
+        for name, value in vars(parallel_state).items():
+            for pg in _members(value):
                 if isinstance(pg, ProcessGroup):
+                    role = role_named(name)
                     found[pg] = f"{found[pg]}+{role}" if pg in found else role
         return found
 
@@ -85,15 +87,24 @@ class Adapter:
         def patched(*args: Any, **kwargs: Any) -> Any:
             # an evaluation before the training is no step
             if not kwargs.get("forward_only", False):
-                self._steps.claim()
                 self._steps.begin()
             return schedule(*args, **kwargs)
 
         return patched
 
+    def _subclassed(self, cls: type[Any], /, **kwargs: Any) -> None:
+        """``__init_subclass__`` of Megatron's optimizers: models and programs define more of them later."""
+        super(MegatronOptimizer, cls).__init_subclass__(**kwargs)
+        self._watch(cls)
+
+    def _watch(self, cls: type) -> None:
+        if "step" in vars(cls):
+            self._patches.set(cls, "step", self._ends(vars(cls)["step"]))
+
     def _ends(self, step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)
         def patched(*args: Any, **kwargs: Any) -> Any:
+            # claimed here and not by the schedule, which serves other optimizers too
             self._steps.claim()
             # a chained optimizer steps others: the outermost one is the training's
             self._depth += 1
@@ -108,10 +119,25 @@ class Adapter:
         return patched
 
 
-def _classes_with_step(cls: type) -> list[type]:
-    """``cls`` and its subclasses that define ``step`` themselves."""
-    found = [cls] if "step" in cls.__dict__ else []
-    subclasses: list[type] = cls.__subclasses__()
-    for subclass in subclasses:
-        found.extend(other for other in _classes_with_step(subclass) if other not in found)
+def role_named(name: str) -> str:
+    """The role of the group that ``parallel_state`` calls ``name``: ``ROLES``, a gloo twin of one of
+    them (``dp_gloo``), or for a group this table does not know, its name in short (``gtp_weight_remat``)."""
+    base = name.removesuffix("_GLOO")
+    role = ROLES.get(base) or re.sub(r"_GROUPS?$", "", base).strip("_").lower()
+    return role if base == name else f"{role}_gloo"
+
+
+def _members(value: object) -> Iterable[object]:
+    """``value`` as the groups it may be: several in a list or a dict, or one."""
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else [value]
+
+
+def _with_subclasses(cls: type[Any]) -> list[type[Any]]:
+    """``cls`` and all its subclasses, each once, bases first."""
+    found = [cls]
+    for known in found:
+        subclasses: list[type[Any]] = known.__subclasses__()
+        found.extend(sub for sub in subclasses if sub not in found)
     return found

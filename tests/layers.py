@@ -29,6 +29,8 @@ FLOORS: list[list[str]] = [
         "standin",
         "adapters",
         "record_session",
+        "lone_rank",
+        "judgement",
         "replay_session",
         "session",
         "cluster",

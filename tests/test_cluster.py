@@ -83,9 +83,17 @@ def test_each_rank_has_torchruns_environment(output: Output, monkeypatch: pytest
     for rank in range(3):
         env = json.loads(output.of("stdout", rank))
         ports.add(env["MASTER_PORT"])
-        expected = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3",
-                    "GROUP_RANK": "0", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "STEPS": "7",
-                    "OMP_NUM_THREADS": "3"}
+        expected = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "3",
+            "LOCAL_WORLD_SIZE": "3",
+            "GROUP_RANK": "0",
+            "NODE_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "STEPS": "7",
+            "OMP_NUM_THREADS": "3",
+        }
         assert expected.items() <= env.items()
         assert "TORCHELASTIC_USE_AGENT_STORE" not in env
     assert len(ports) == 1 and 1024 <= int(ports.pop()) < 65536
@@ -105,6 +113,7 @@ def test_defaults_of_the_environment(output: Output, monkeypatch: pytest.MonkeyP
 
 def test_an_exception_ends_all_and_its_traceback_comes_first(pipe: tuple[int, int], output: Output) -> None:
     """The failing rank writes last: its traceback waits until another rank, told to end, has said so."""
+
     def say_and_exit(*_: object) -> NoReturn:
         os.write(2, b"told to end\n")
         os.write(pipe[1], b"!")
@@ -147,7 +156,9 @@ def test_a_consequence_is_shown_after_its_cause(
     result = run_local(3, target, on_output=output)
     assert result.first_failure == RankFailure(1, 1)
     assert [line for line in output.of("stderr").splitlines() if not line.startswith((b" ", b"Trace"))] == [
-        b"ValueError: the cause", b"ConnectionResetError: lost rank 1"]
+        b"ValueError: the cause",
+        b"ConnectionResetError: lost rank 1",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -339,12 +350,14 @@ def test_much_output_of_64_ranks_blocks_nobody(output: Output) -> None:
     assert result.statuses == (0,) * 64
     for name, letter in (("stdout", "x"), ("stderr", "y")):
         lines = output.of(name).decode().splitlines()
-        assert sorted(lines) == [f"rank {r:02} step {s:03} " + letter * 200 for r in range(64)
-                                 for s in range(500)]
+        assert sorted(lines) == [
+            f"rank {r:02} step {s:03} " + letter * 200 for r in range(64) for s in range(500)
+        ]
 
 
 def test_how_a_rank_ends(output: Output) -> None:
     """Threads are joined, then its own atexit handlers run, not the launcher's; buffers are flushed."""
+
     def launchers() -> None:
         os.write(1, b"the launcher's handler\n")
 
@@ -397,8 +410,9 @@ def test_an_error_in_the_launcher_leaves_no_rank(pipe: tuple[int, int]) -> None:
     assert os.listdir("/proc/self/fd") == fds
 
 
-def test_a_refused_fork_is_explained(monkeypatch: pytest.MonkeyPatch, output: Output,
-                                     pipe: tuple[int, int]) -> None:
+def test_a_refused_fork_is_explained(
+    monkeypatch: pytest.MonkeyPatch, output: Output, pipe: tuple[int, int]
+) -> None:
     real_fork, forks = os.fork, []
 
     def fork() -> int:
@@ -428,8 +442,12 @@ def test_wrong_use(nproc: int, target: object, options: dict[str, str], message:
 
 
 def test_spawn_runs_fresh_interpreters(output: Output) -> None:
-    code = "import os, sys; print(os.environ['RANK'], 'ranklens_core' in sys.modules); sys.exit(4 * (sys.argv[1]"
-    result = run_local(2, ["-c", code + " == os.environ['RANK']))", "1"], start_method="spawn", on_output=output)
+    code = (
+        "import os, sys; print(os.environ['RANK'], 'ranklens_core' in sys.modules); sys.exit(4 * (sys.argv[1]"
+    )
+    result = run_local(
+        2, ["-c", code + " == os.environ['RANK']))", "1"], start_method="spawn", on_output=output
+    )
     assert output.of("stdout", 1) == b"1 False\n"
     assert result.first_failure == RankFailure(1, 4)
 
@@ -454,8 +472,9 @@ def test_preimports_are_shared_and_a_failing_one_is_logged(
 
 
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
-def test_without_a_handler_bytes_go_to_our_own_streams(capfdbinary: pytest.CaptureFixture[bytes],
-                                                       name: str) -> None:
+def test_without_a_handler_bytes_go_to_our_own_streams(
+    capfdbinary: pytest.CaptureFixture[bytes], name: str
+) -> None:
     fd = {"stdout": 1, "stderr": 2}[name]
     run_local(1, lambda rank: 0 * os.write(fd, b"\xff\n"))
     assert getattr(capfdbinary.readouterr(), name[3:]) == b"\xff\n"
@@ -463,8 +482,10 @@ def test_without_a_handler_bytes_go_to_our_own_streams(capfdbinary: pytest.Captu
 
 def test_a_programs_failure_in_a_rank_looks_as_under_python(tmp_path: Path, output: Output) -> None:
     script = tmp_path / "train.py"
-    script.write_text("import pickle\nclass C: pass\nprint(type(pickle.loads(pickle.dumps(C()))))\n"
-                      "def step():\n    1 / 0\nstep()\n")
+    script.write_text(
+        "import pickle\nclass C: pass\nprint(type(pickle.loads(pickle.dumps(C()))))\n"
+        "def step():\n    1 / 0\nstep()\n"
+    )
     program = Program.parse([str(script)])
 
     def target(rank: int) -> int:
@@ -502,8 +523,9 @@ def launcher() -> Iterator[Callable[..., tuple[subprocess.Popen[str], list[int]]
     with_pipes = []
 
     def start(*args: str) -> tuple[subprocess.Popen[str], list[int]]:
-        process = subprocess.Popen([sys.executable, "-c", LAUNCHER, *args], text=True,
-                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCHER, *args], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
         with_pipes.append(process)
         assert process.stdout is not None
         return process, [int(process.stdout.readline()) for _ in range(3)]
@@ -526,7 +548,9 @@ def has_ended(pid: int) -> bool:
         os.close(fd)
 
 
-def test_ctrl_c_interrupts_every_rank(launcher: Callable[..., tuple[subprocess.Popen[str], list[int]]]) -> None:
+def test_ctrl_c_interrupts_every_rank(
+    launcher: Callable[..., tuple[subprocess.Popen[str], list[int]]],
+) -> None:
     process, pids = launcher("60")
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=60)
@@ -547,7 +571,7 @@ def test_a_second_ctrl_c_kills(launcher: Callable[..., tuple[subprocess.Popen[st
 
 
 def test_the_grace_after_ctrl_c_is_limited(
-    launcher: Callable[..., tuple[subprocess.Popen[str], list[int]]]
+    launcher: Callable[..., tuple[subprocess.Popen[str], list[int]]],
 ) -> None:
     process, pids = launcher("0.1", "stubborn")
     process.send_signal(signal.SIGINT)
@@ -568,7 +592,7 @@ def test_a_signal_to_the_launcher_ends_the_ranks(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_a_killed_launcher_leaves_no_orphan(
-    launcher: Callable[..., tuple[subprocess.Popen[str], list[int]]]
+    launcher: Callable[..., tuple[subprocess.Popen[str], list[int]]],
 ) -> None:
     process, pids = launcher("60", "stubborn")
     process.kill()

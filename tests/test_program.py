@@ -41,8 +41,14 @@ def same_as_python(in_tmp_path: Path, run_python: Callable[..., object]) -> Call
     """Run a command line by ``python`` and by ``Program.run``, in fresh interpreters: all must be equal."""
 
     def compare(*tokens: str) -> str:
-        real = subprocess.run([sys.executable, *tokens], capture_output=True, text=True, timeout=60,
-                              cwd=in_tmp_path, check=False)
+        real = subprocess.run(
+            [sys.executable, *tokens],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            cwd=in_tmp_path,
+            check=False,
+        )
         ours = run_python(RUN, *tokens)
         assert (ours.returncode, ours.stdout, ours.stderr) == (real.returncode, real.stdout, real.stderr)
         return real.stdout + real.stderr
@@ -172,7 +178,9 @@ def test_a_failure_looks_as_under_python(
 def test_classes_of_main_can_be_pickled_and_sent_to_workers(
     same_as_python: Callable[..., str], in_tmp_path: Path
 ) -> None:
-    write(in_tmp_path / "workers.py", """
+    write(
+        in_tmp_path / "workers.py",
+        """
 import multiprocessing, pickle
 class Point:
     def __init__(self, x): self.x = x
@@ -182,12 +190,15 @@ if __name__ == "__main__":
     for method in ("fork", "spawn"):
         with multiprocessing.get_context(method).Pool(1) as pool:
             print(method, pool.map(double, [Point(3)])[0].x, multiprocessing.current_process().name)
-""")
+""",
+    )
     assert "spawn 6 MainProcess" in same_as_python("workers.py")
 
 
 def test_run_puts_everything_back(in_tmp_path: Path) -> None:
-    write(in_tmp_path / "p.py", "import sys\nsys.argv.append('x'); sys.path.insert(0, 'y')\nraise KeyError(1)\n")
+    write(
+        in_tmp_path / "p.py", "import sys\nsys.argv.append('x'); sys.path.insert(0, 'y')\nraise KeyError(1)\n"
+    )
     before = (sys.argv, list(sys.argv), sys.path, list(sys.path), sys.modules["__main__"])
     with pytest.raises(KeyError) as caught:
         Program("p.py").run()
@@ -199,7 +210,9 @@ def test_run_puts_everything_back(in_tmp_path: Path) -> None:
 
 
 def test_globals_outlive_the_run(in_tmp_path: Path) -> None:
-    write(in_tmp_path / "p.py", "import sys\nvalue = 7\ndef get(): return value\nsys.rl_test_callback = get\n")
+    write(
+        in_tmp_path / "p.py", "import sys\nvalue = 7\ndef get(): return value\nsys.rl_test_callback = get\n"
+    )
     try:
         Program("p.py").run()
         assert sys.rl_test_callback() == 7  # type: ignore[attr-defined]
@@ -216,7 +229,9 @@ def test_exit_status(code: object, status: int, capsys: pytest.CaptureFixture[st
 
 
 def test_preimports_are_the_frameworks_the_program_names(in_tmp_path: Path) -> None:
-    write(in_tmp_path / "main.py", """
+    write(
+        in_tmp_path / "main.py",
+        """
 import os, helper
 from numpy import linalg
 try:
@@ -225,13 +240,20 @@ except ImportError:
     pass
 def main():
     import deepspeed
-""")
+""",
+    )
     write(in_tmp_path / "helper.py", "import helper2\nfrom rl_local import thing\n")
     write(in_tmp_path / "helper2.py", "import helper\nif True:\n    from torch.nn import functional\n")
     write(in_tmp_path / "rl_local/__init__.py", "")
     write(in_tmp_path / "rl_local/thing.py", "import numpy.random\nthis is no python\n")
     assert guess_preimports(Program("main.py")) == [
-        "torch", "torch.distributed", "torch._dynamo", "numpy", "torch.utils.data", "torch.nn"]
+        "torch",
+        "torch.distributed",
+        "torch._dynamo",
+        "numpy",
+        "torch.utils.data",
+        "torch.nn",
+    ]
 
 
 @pytest.mark.parametrize("source", ["import os\n", "import (\n", "\0", "import numpy_but_not_it\n"])

@@ -26,8 +26,8 @@ from ranklens_core.schema import (
     WaitRow,
 )
 from ranklens_core.trace import content_address, open_trace, verify
-from ranklens_core.trace.payload import ALIGNMENT, PayloadWriter
 from ranklens_core.trace.files import open_new
+from ranklens_core.trace.payload import ALIGNMENT, PayloadWriter
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
@@ -47,7 +47,11 @@ FIELD_VALUES: dict[Any, st.SearchStrategy[Any]] = {
 
 def records(record_type: type[msgspec.Struct], **fixed: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     """Records of any values that the fields' types allow."""
-    fields = {field.name: FIELD_VALUES[field.type] for field in msgspec.structs.fields(record_type) if field.name not in fixed}
+    fields = {
+        field.name: FIELD_VALUES[field.type]
+        for field in msgspec.structs.fields(record_type)
+        if field.name not in fixed
+    }
     return st.builds(record_type, **fields, **fixed)
 
 
@@ -98,8 +102,8 @@ def test_any_rows(data: st.DataObject) -> None:
 def test_any_values_are_stored_once_and_aligned(values: list[bytes]) -> None:
     with tempfile.TemporaryDirectory() as name:
         writer = samples.new_writer(Path(name))
-        for value in values:
-            assert writer.has(content_address(value)) == (value in values[: values.index(value)])
+        for place, value in enumerate(values):
+            assert writer.has(content_address(value)) == (value in values[:place])
             writer.store(content_address(value), memoryview(value))
             assert writer.has(content_address(value))
         writer.close(0)
@@ -122,7 +126,13 @@ def test_the_journal_makes_the_rank_record(tmp_path: Path) -> None:
     assert record.steps == (Step(index=0, begin_ns=0, end_ns=40),)
     assert record.environment == (EnvironmentItem(kind="threads", name="OMP_NUM_THREADS", value="1"),)
     assert record.printed == (Printed(name="loss", text="1.25"),)
-    assert (record.rank, record.host, record.complete, record.exit_status, record.failure) == (1, "host", True, 0, "")
+    assert (record.rank, record.host, record.complete, record.exit_status, record.failure) == (
+        1,
+        "host",
+        True,
+        0,
+        "",
+    )
 
 
 def test_value_window_and_header_survive(tmp_path: Path) -> None:
@@ -165,7 +175,14 @@ def test_calls_is_a_flat_table(tmp_path: Path) -> None:
 
     columns = table.select(["entry", "op", "in_shapes", "enqueue_ns", "end_ns", "error"]).to_pylist()
     assert columns == [
-        {"entry": 0, "op": "broadcast_", "in_shapes": [[2, 3]], "enqueue_ns": 0, "end_ns": None, "error": None},
+        {
+            "entry": 0,
+            "op": "broadcast_",
+            "in_shapes": [[2, 3]],
+            "enqueue_ns": 0,
+            "end_ns": None,
+            "error": None,
+        },
         {"entry": 1, "op": "allreduce_", "in_shapes": [[2, 3]], "enqueue_ns": 10, "end_ns": 99, "error": ""},
     ]
     assert len(set(table.column_names)) == len(table.column_names)
@@ -203,6 +220,7 @@ def test_more_rows_than_a_flush_takes(tmp_path: Path) -> None:
 def test_payload_files_roll(tmp_path: Path) -> None:
     writer = PayloadWriter(tmp_path, open_new, roll_at_bytes=128)
     rows = [writer.append(bytes([number]) * 16, bytes([number]) * 100) for number in range(4)]
+    writer.flush()
     writer.close()
     assert [(row.file, row.offset) for row in rows] == [(0, 0), (0, 128), (1, 0), (1, 128)]
     assert (tmp_path / "payload-001.bin").stat().st_size == 228

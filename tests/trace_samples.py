@@ -23,7 +23,14 @@ from ranklens_core.schema import (
     Step,
     WaitRow,
 )
-from ranklens_core.trace import RankHeader, TraceWriter, content_address, open_trace, rank_directory, write_run
+from ranklens_core.trace import (
+    RankHeader,
+    TraceWriter,
+    content_address,
+    open_trace,
+    rank_directory,
+    write_run,
+)
 
 RUN = RunRecord(
     format=1,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -43,29 +43,34 @@ class Call:
         "tag",
     )
 
-    def __init__(self, operator: Operator, args: Sequence[Any]) -> None:
-        values = operator.arguments(args)
+    def __init__(self, operator: Operator, args: tuple[Any, ...]) -> None:
+        at, values = operator.at, operator.values(args)
         self.operator = operator
-        self.pg: ProcessGroup = ProcessGroup.unbox(values["process_group"])
-        self.boxed_outputs: Any = values[operator.outputs] if operator.outputs else None
+        self.pg: ProcessGroup = ProcessGroup.unbox(values[at.process_group])
+        self.boxed_outputs: Any = values[at.outputs]
         self.outputs: list[torch.Tensor] = _flat(self.boxed_outputs)
-        self.inputs: list[torch.Tensor] = (
-            self.outputs if operator.in_place else _flat(values[operator.inputs]) if operator.inputs else []
-        )
-        self.peer: int = values[operator.peer] if operator.peer else NO_PEER
-        reduce_op = values.get("reduce_op")
+        self.inputs: list[torch.Tensor] = self.outputs if operator.in_place else _flat(values[at.inputs])
+        peer, reduce_op, is_async = values[at.peer], values[at.reduce_op], values[at.async_op]
+        self.peer: int = NO_PEER if peer is None else peer
         self.reduce_op: str = "" if reduce_op is None else _REDUCE_OPS[reduce_op.op()]
-        self.tag: int = values.get("tag", 0)
-        self.in_split_sizes: tuple[int, ...] = tuple(values.get("input_split_sizes", ()))
-        self.out_split_sizes: tuple[int, ...] = tuple(values.get("output_split_sizes", ()))
+        self.tag: int = values[at.tag] or 0
+        self.in_split_sizes: tuple[int, ...] = tuple(values[at.in_split_sizes] or ())
+        self.out_split_sizes: tuple[int, ...] = tuple(values[at.out_split_sizes] or ())
         # send, recv and monitored_barrier have no such argument: p2p handles are always waited for
         # separately, a monitored barrier has no handle at all
-        self.is_async: bool = values.get("async_op", operator.kind is not Kind.SYNC)
+        self.is_async: bool = operator.kind is not Kind.SYNC if is_async is None else is_async
         tensors = self.inputs or self.outputs
-        self.device: torch.device = tensors[0].device if tensors else _any_device(values)
+        self.device: torch.device = tensors[0].device if tensors else _device(values[at.device_tensor])
         self.informative: bool = bool(self.inputs) and (
             not operator.root_sends or self.pg.rank() == self.peer
         )
+
+    @property
+    def result(self) -> list[torch.Tensor] | list[list[torch.Tensor]]:
+        """What the future of the call holds when it is complete: the outputs, in a list for each rank
+        where there are several of each (coalesced all-gather)."""
+        nested = isinstance(self.boxed_outputs, list) and len(self.boxed_outputs) > 1
+        return self.boxed_outputs if nested else self.outputs
 
 
 class Handler(Protocol):
@@ -83,6 +88,13 @@ class Handler(Protocol):
         """
         ...
 
+    def on_wait_tensor(self, tensor: torch.Tensor, wait: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The program waits for the functional collective that makes ``tensor``; ``wait`` is torch's.
+
+        torch waits for the Work in C++ there, past ``on_wait``: its error is the handler's to raise.
+        """
+        ...
+
     def start_batch(self, pg: ProcessGroup) -> None:
         """A coalescing batch begins on ``pg``."""
         ...
@@ -93,19 +105,15 @@ class Handler(Protocol):
 
 
 def _flat(value: Any) -> list[torch.Tensor]:
+    """The tensors of an argument: one, a list, or a list of lists of them."""
     if value is None:
         return []
     if isinstance(value, torch.Tensor):
         return [value]
-    tensors: list[torch.Tensor] = []
-    for item in value:
-        if isinstance(item, torch.Tensor):
-            tensors.append(item)
-        else:
-            tensors.extend(item)
-    return tensors
+    if value and isinstance(value[0], torch.Tensor):
+        return list(value)
+    return [tensor for tensors in value for tensor in tensors]
 
 
-def _any_device(values: dict[str, Any]) -> torch.device:
-    tensor = values.get("tensor")
-    return tensor.device if isinstance(tensor, torch.Tensor) else torch.device("cpu")
+def _device(tensor: torch.Tensor | None) -> torch.device:
+    return torch.device("cpu") if tensor is None else tensor.device

@@ -6,6 +6,7 @@ global ranks and how many groups of those very ranks came before: ``"0-3"``, ``"
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,6 +46,7 @@ class Groups:
         self._made: dict[str, int] = {}
         # keyed by torch's name, not by the object: a record must not keep a group alive
         self._records: dict[str, GroupRecord] = {}
+        self._lock = threading.Lock()
         self._patches = Patches()
         register = c10d._register_process_group
 
@@ -73,6 +75,10 @@ class Groups:
 
     def name_new(self) -> None:
         """Name the groups made since the last time, in the order they were made."""
+        with self._lock:
+            self._name_new()
+
+    def _name_new(self) -> None:
         waiting, self._unnamed = self._unnamed, []
         for pg in waiting:
             if pg not in c10d._world.pg_map:

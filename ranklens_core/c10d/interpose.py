@@ -23,7 +23,7 @@ from torch.library import Library
 
 from ranklens_core.c10d.call import Call, Handler, Proceed
 from ranklens_core.c10d.ops import Operator, Returns, operators
-from ranklens_core.c10d.work import NO_TIMEOUT, wait_for
+from ranklens_core.c10d.work import NO_TIMEOUT, boxed, wait_for
 from ranklens_core.errors import UsageError
 from ranklens_core.patches import Patches
 
@@ -36,10 +36,13 @@ class Interposer:
     """The installed kernels and patched methods; ``remove()`` leaves torch as it was."""
 
     def __init__(self, handler: Handler) -> None:
-        self._library: Library | None = Library("c10d", "IMPL")
+        known = operators()
         self._patches = Patches()
-        for operator in operators():
-            self._library.impl(operator.name, _kernel(operator, handler), "BackendSelect", with_keyset=True)
+        collectives, functional = Library("c10d", "IMPL"), Library("_c10d_functional", "IMPL")
+        self._libraries = [collectives, functional]
+        for operator in known:
+            collectives.impl(operator.name, _kernel(operator, handler), "BackendSelect", with_keyset=True)
+        functional.impl("wait_tensor", _wait_kernel(handler), "BackendSelect", with_keyset=True)
         self._patch_methods(handler)
 
     def _patch_methods(self, handler: Handler) -> None:
@@ -65,9 +68,8 @@ class Interposer:
         """Give every operator its own kernel back. Idempotent."""
         global _installed
         self._patches.undo()
-        if self._library is not None:
-            self._library._destroy()
-            self._library = None
+        while self._libraries:
+            self._libraries.pop()._destroy()
         if _installed is self:
             _installed = None
 
@@ -91,8 +93,21 @@ def _kernel(operator: Operator, handler: Handler) -> Callable[..., Any]:
         if returns is Returns.NOTHING:
             return None
         assert work is not None, f"the handler gave no Work for c10d::{operator.name}"
-        boxed = work.boxed()
-        return boxed if returns is Returns.WORK else (call.boxed_outputs, boxed)
+        handle = boxed(work)
+        return handle if returns is Returns.WORK else (call.boxed_outputs, handle)
+
+    return kernel
+
+
+def _wait_kernel(handler: Handler) -> Callable[[Any, torch.Tensor], torch.Tensor]:
+    overload = torch.ops._c10d_functional.wait_tensor.default
+
+    def kernel(keyset: Any, tensor: torch.Tensor) -> torch.Tensor:
+        def wait() -> torch.Tensor:
+            waited: torch.Tensor = overload.redispatch(keyset - _OURS, tensor)
+            return waited
+
+        return handler.on_wait_tensor(tensor, wait)
 
     return kernel
 

@@ -6,10 +6,9 @@ their default may be left out of a boxed call, and torch adds arguments between 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,6 +32,24 @@ class Returns(StrEnum):
     NOTHING = "nothing"
 
 
+class Positions(NamedTuple):
+    """Where an operator has which argument; -1 (the None at the end of ``values``) where it has none."""
+
+    process_group: int
+    inputs: int
+    outputs: int
+    peer: int
+    reduce_op: int
+    tag: int
+    in_split_sizes: int
+    out_split_sizes: int
+    async_op: int
+    device_tensor: int
+
+
+_NOWHERE = Positions(*[-1] * len(Positions._fields))
+
+
 @dataclass(frozen=True)
 class Operator:
     """One c10d operator.
@@ -40,7 +57,8 @@ class Operator:
     ``inputs`` and ``outputs`` name the schema arguments that hold tensors (``""``: none);
     ``peer`` names the argument with the root, source or destination group rank. ``root_sends``
     says that only the root's input carries information (broadcast, scatter), ``in_place`` that
-    input and output are the same tensors. ``takes`` is filled from the schema.
+    input and output are the same tensors. ``at`` and ``defaults`` (by position, None for arguments
+    without one) are filled from the schema.
     """
 
     name: str
@@ -51,16 +69,13 @@ class Operator:
     peer: str = ""
     root_sends: bool = False
     in_place: bool = False
-    takes: tuple[str, ...] = ()
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    at: Positions = _NOWHERE
+    defaults: tuple[Any, ...] = ()
     returns: Returns = Returns.WORK
 
-    def arguments(self, args: Sequence[Any]) -> dict[str, Any]:
-        """Boxed positional ``args`` by name, with left-out defaults filled in."""
-        values = dict(zip(self.takes, args, strict=False))
-        for name in self.takes[len(args) :]:
-            values[name] = self.defaults[name]
-        return values
+    def values(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Boxed positional ``args`` with left-out defaults filled in and a None at the end."""
+        return (*args, *self.defaults[len(args) :], None)
 
 
 def _collective(name: str, op: str, inputs: str, outputs: str, **more: Any) -> Operator:
@@ -120,17 +135,25 @@ def operators() -> tuple[Operator, ...]:
 
 
 def _with_schema(operator: Operator, schema: Any) -> Operator:
-    arguments = schema.arguments
-    return Operator(
-        name=operator.name,
-        op=operator.op,
-        kind=operator.kind,
-        inputs=operator.inputs,
-        outputs=operator.outputs,
-        peer=operator.peer,
-        root_sends=operator.root_sends,
-        in_place=operator.in_place,
-        takes=tuple(argument.name for argument in arguments),
-        defaults={a.name: a.default_value for a in arguments if a.has_default_value()},
+    names = [argument.name for argument in schema.arguments]
+
+    def at(name: str) -> int:
+        return names.index(name) if name in names else -1
+
+    return replace(
+        operator,
+        at=Positions(
+            process_group=at("process_group"),
+            inputs=at(operator.inputs),
+            outputs=at(operator.outputs),
+            peer=at(operator.peer),
+            reduce_op=at("reduce_op"),
+            tag=at("tag"),
+            in_split_sizes=at("input_split_sizes"),
+            out_split_sizes=at("output_split_sizes"),
+            async_op=at("async_op"),
+            device_tensor=at("tensor"),
+        ),
+        defaults=tuple(a.default_value if a.has_default_value() else None for a in schema.arguments),
         returns=(Returns.NOTHING, Returns.WORK, Returns.OUTPUTS_AND_WORK)[len(schema.returns)],
     )

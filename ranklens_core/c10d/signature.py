@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch
@@ -44,6 +45,7 @@ class Signatures:
         self._groups = groups
         self._sites = sites
         self._on_new = on_new
+        self._lock = threading.Lock()
         self._known: dict[object, Interned] = {}
 
     def of(self, call: Call) -> Interned:
@@ -66,13 +68,17 @@ class Signatures:
             call.device,
             id(site),
         )
-        found = self._known.get(key)
-        if found is None:
-            signature = _signature(call, group, site)
-            tensors = call.inputs or call.outputs
-            floating = bool(tensors) and all(_floats(t.dtype) for t in tensors)
-            found = self._known[key] = Interned(len(self._known), signature, floating)
-            self._on_new(signature)
+        return self._known.get(key) or self._add(key, call, group, site)
+
+    def _add(self, key: object, call: Call, group: str, site: Site) -> Interned:
+        with self._lock:
+            found = self._known.get(key)  # another thread may have come first
+            if found is None:
+                signature = _signature(call, group, site)
+                tensors = call.inputs or call.outputs
+                floating = bool(tensors) and all(_floats(t.dtype) for t in tensors)
+                self._on_new(signature)
+                found = self._known[key] = Interned(len(self._known), signature, floating)
         return found
 
 

@@ -53,9 +53,10 @@ class Site:
 
 
 class _Code:
-    __slots__ = ("is_program", "is_torch", "purpose")
+    __slots__ = ("code", "is_program", "is_torch", "purpose")
 
     def __init__(self, code: CodeType, timer_files: tuple[str, ...]) -> None:
+        self.code = code  # kept alive: it is known by its id
         name = code.co_filename
         self.is_torch = name.startswith((_TORCH, _OURS)) or name == "<string>"
         self.is_program = not name.startswith(_NOT_THE_PROGRAM)
@@ -72,8 +73,10 @@ class Sites:
 
     def __init__(self, timer_files: tuple[str, ...] = ()) -> None:
         self._timer_files = timer_files
-        self._codes: dict[CodeType, _Code] = {}
+        # by id: code objects are equal if they do the same in the same line, whatever their file
+        self._codes: dict[int, _Code] = {}
         self._sites: dict[tuple[object, ...], Site] = {}
+        self._interned: dict[Site, Site] = {}
 
     def find(self) -> Site:
         """The site of the calling stack."""
@@ -83,9 +86,9 @@ class Sites:
         purpose: Purpose | None = None
         while frame is not None:
             code = frame.f_code
-            known = codes.get(code)
+            known = codes.get(id(code))
             if known is None:
-                known = codes[code] = _Code(code, self._timer_files)
+                known = codes[id(code)] = _Code(code, self._timer_files)
             if purpose is None:
                 purpose = known.purpose
             if site is None and not known.is_torch:
@@ -93,14 +96,16 @@ class Sites:
             if known.is_program:
                 break
             frame = frame.f_back
+        # not f_lineno: python counts it out of a table each time
         key = (
-            site and (site.f_code, site.f_lineno),
-            frame and (frame.f_code, frame.f_lineno),
+            site and (id(site.f_code), site.f_lasti),
+            frame and (id(frame.f_code), frame.f_lasti),
             purpose,
         )
         found = self._sites.get(key)
         if found is None:
-            found = self._sites[key] = Site(_text(site), _text(frame), purpose)
+            new = Site(_text(site), _text(frame), purpose)
+            found = self._sites[key] = self._interned.setdefault(new, new)
         return found
 
 

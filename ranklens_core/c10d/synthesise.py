@@ -4,8 +4,6 @@ finite inputs, the same in every run; whoever uses them labels them ``synthesise
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from ranklens_core.c10d.call import Call
@@ -43,9 +41,9 @@ class Synthesiser:
         elif op in ("all_to_all", "all_to_all_single"):
             self._all_to_all(call, inputs, outputs)
         else:
-            # gathers: every peer contributes what this rank does
-            for tensor, source in zip(outputs, _sources(inputs, len(outputs)), strict=True):
-                _tile(tensor, source)
+            # gathers: every peer contributes what this rank does, all its tensors before the next peer's
+            for index, tensor in enumerate(outputs):
+                _tile(tensor, inputs[index % len(inputs)])
 
     def _reduce_scatter(self, call: Call, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         size, rank = call.pg.size(), call.pg.rank()
@@ -81,11 +79,6 @@ class Synthesiser:
         else:
             # an integer is more often a count or an index than data: zero is valid as any of these
             tensor.zero_()
-
-
-def _sources(inputs: Sequence[torch.Tensor], outputs: int) -> list[torch.Tensor]:
-    per_input = max(1, outputs // max(1, len(inputs)))
-    return [inputs[min(index // per_input, len(inputs) - 1)] for index in range(outputs)]
 
 
 def _reduce(out: torch.Tensor, own: torch.Tensor, reduce_op: str, size: int) -> None:

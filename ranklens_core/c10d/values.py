@@ -39,10 +39,10 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
         sparse = tensor.detach().coalesce()
         parts = (sparse.indices(), sparse.values())
         return memoryview(b"".join(bytes(tensor_bytes(part)) for part in parts))
-    nbytes = tensor.numel() * tensor.element_size()
+    nbytes = tensor.nbytes
     if nbytes == 0:
         return memoryview(b"")
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+    if not tensor.is_cpu or not tensor.is_contiguous():
         tensor = tensor.detach().to("cpu", copy=True).contiguous()
     return memoryview(_Bytes(tensor, nbytes).array).cast("B")
 
@@ -63,22 +63,25 @@ def write_bytes(tensor: torch.Tensor, data: memoryview) -> None:
 
     Raises ``ValueError`` if the sizes differ.
     """
-    nbytes = tensor.numel() * tensor.element_size()
     if tensor.layout is not torch.strided:
         _write_sparse(tensor, data)
         return
+    nbytes = tensor.nbytes
     if nbytes != data.nbytes:
         raise ValueError(f"{data.nbytes} recorded bytes do not fit a tensor of {nbytes} bytes")
     if nbytes == 0:
         return
-    if tensor.device.type == "cpu" and tensor.is_contiguous():
+    if tensor.is_cpu and tensor.is_contiguous():
         ctypes.memmove(tensor.data_ptr(), pa.py_buffer(data).address, nbytes)
         return
     # a private copy: frombuffer wants writable memory, the trace's is not
     source = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     values = source.view(tensor.dtype).view(tensor.shape)
-    with torch._C._AutoDispatchBelowAutograd():
-        tensor.copy_(values)
+    # another tensor over the same memory: the program's own would have a new version, and refuses if
+    # it was made in inference mode
+    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    alias.copy_(values)
 
 
 def _write_sparse(tensor: torch.Tensor, data: memoryview) -> None:
@@ -88,10 +91,11 @@ def _write_sparse(tensor: torch.Tensor, data: memoryview) -> None:
     nnz, rest = divmod(data.nbytes, per_entry)
     if rest:
         raise ValueError(f"{data.nbytes} recorded bytes are no whole number of {per_entry}-byte entries")
-    raw = bytearray(data)
     split = sparse_dim * 8 * nnz
-    indices = torch.frombuffer(raw[:split], dtype=torch.int64).view(sparse_dim, nnz)
-    values = torch.frombuffer(raw[split:], dtype=torch.uint8).view(tensor.dtype).view(nnz, *dense)
+    indices = torch.empty(sparse_dim, nnz, dtype=torch.int64)
+    values = torch.empty((nnz, *dense), dtype=tensor.dtype)
+    write_bytes(indices, data[:split])
+    write_bytes(values, data[split:])
     restored = torch.sparse_coo_tensor(
         indices, values, tensor.shape, device=tensor.device, is_coalesced=True, check_invariants=True
     )

@@ -23,10 +23,10 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
 )
 
 
-def completed_work(tensors: list[torch.Tensor], device: torch.device) -> Work:
-    """A Work that is complete, with ``tensors`` as its result."""
+def completed_work(result: Any, device: torch.device) -> Work:
+    """A Work that is complete, with ``result`` (tensors in lists) in its future."""
     future = new_future(device)
-    future.set_result(tensors)
+    future.set_result(result)
     work: Work = _create_work_from_future(future)
     return work
 
@@ -34,6 +34,24 @@ def completed_work(tensors: list[torch.Tensor], device: torch.device) -> Work:
 def new_future(device: torch.device) -> torch.futures.Future[Any]:
     """A future that carries CUDA events where the tensors live on a GPU."""
     return torch.futures.Future(devices=[device] if device.type == "cuda" else None)
+
+
+FINISHED = completed_work([], torch.device("cpu"))
+"""The Work of every call that is over when it returns and whose caller, by ``async_op=False``, looks at
+nothing else: making one for each would take longer than the rest of such a call."""
+
+_FINISHED_BOXED = FINISHED.boxed()
+
+
+def boxed(work: Work) -> torch.ScriptObject:
+    """``work`` as an operator returns it."""
+    return _FINISHED_BOXED if work is FINISHED else work.boxed()
+
+
+def pending_work(device: torch.device) -> Work:
+    """A Work that never completes."""
+    work: Work = _create_work_from_future(new_future(device))
+    return work
 
 
 def failed_work(error: BaseException, device: torch.device) -> Work:
@@ -104,8 +122,9 @@ class CompletionWatcher:
             try:
                 result = finished.wait()  # done already: this raises what went wrong, if something did
             except BaseException as error:
-                on_done(error)
-                raise
+                # without its frames, which would keep the call and its process group alive
+                on_done(error.with_traceback(None))
+                raise RuntimeError(str(error)) from None  # C++ keeps the text alone
             on_done(None)
             return result if has_result else tensors
 
@@ -189,6 +208,11 @@ class AnySourceWork(Work):
         return self._source
 
     source_rank = _source_rank
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """What torch knows a functional collective's Work by: the storage of its output."""
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else 0
 
 
 class Handles:

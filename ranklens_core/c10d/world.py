@@ -6,7 +6,7 @@ backend names of the real job; nothing connects to anybody. The store answers fr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -23,7 +23,10 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 class OneRankStore(dist.Store):
-    """A key-value store that holds what this rank has set; its peers set nothing."""
+    """A key-value store that holds what this rank has set; its peers set nothing.
+
+    Somebody in Python must hold it: once Python drops it, its C++ half knows no method any more.
+    """
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
@@ -102,6 +105,7 @@ class OneRankWorld:
         self._rank = rank
         self._world_size = world_size
         self._patches = Patches()
+        self._stores: list[OneRankStore] = []
         if dist.is_initialized():
             raise UsageError(
                 "torch.distributed is initialised already: a replay must begin before the program's "
@@ -111,18 +115,30 @@ class OneRankWorld:
         patch(c10d, "_new_process_group_helper", self._fake_helper(c10d._new_process_group_helper))
         patch(c10d, "rendezvous", self._rendezvous)
         patch(c10d, "_store_based_barrier", lambda *_, **__: None)
+        patch(c10d, "_set_pg_timeout", lambda *_, **__: None)
         for module in (dist, c10d):
             patch(module, "split_group", self._split_group)
         # the classes, not only the names: isinstance must go on working
         for name in ("TCPStore", "FileStore"):
-            patch(dist, name, type(name, (OneRankStore,), {}))
+            patch(dist, name, type(name, (OneRankStore,), {"__init__": self._store_init()}))
 
     def remove(self) -> None:
         """Give torch its own group creation back. Idempotent."""
         self._patches.undo()
 
     def _rendezvous(self, *_: Any, **__: Any) -> Iterator[tuple[dist.Store, int, int]]:
-        yield OneRankStore(), self._rank, self._world_size
+        store = OneRankStore()
+        self._stores.append(store)
+        yield store, self._rank, self._world_size
+
+    def _store_init(self) -> Callable[..., None]:
+        """The ``__init__`` of a store that the program makes, and may drop."""
+
+        def init(store: OneRankStore, *_: Any, **__: Any) -> None:
+            OneRankStore.__init__(store)
+            self._stores.append(store)
+
+        return init
 
     def _fake_helper(self, helper: Any) -> Any:
         def make(
@@ -168,6 +184,11 @@ class OneRankWorld:
         """What splitting a communicator gives: the one part that holds this rank."""
         if not split_ranks:
             raise ValueError("split_ranks cannot be None or empty")
+        if c10d._get_default_group().bound_device_id is None:
+            # torch's own words and condition: a program may have been refused, and have coped
+            raise RuntimeError(
+                "No device associated with the default pg, not safe to split any process groups"
+            )
         parent = parent_pg or c10d._get_default_group()
         parents = c10d.get_process_group_ranks(parent)
         mine = [part for part in split_ranks if self._rank in [parents[rank] for rank in part]]

@@ -9,7 +9,8 @@ import msgspec
 import xxhash
 
 from ranklens_core.errors import ValuesMissingError
-from ranklens_core.trace.files import AppendFile, Data, Opener, write_all
+from ranklens_core.trace.blockfile import BlockFile
+from ranklens_core.trace.files import Data, Opener
 from ranklens_core.trace.layout import payload_file
 from ranklens_core.trace.problem import damaged
 
@@ -44,23 +45,28 @@ class PayloadWriter:
         self._directory = directory
         self._opener = opener
         self._roll_at_bytes = roll_at_bytes
-        self._file: AppendFile | None = None
+        self._file: BlockFile | None = None
         self._number = -1
         self._offset = 0
 
     def append(self, address: bytes, data: Data) -> ValueRow:
-        """Write ``data``; the row says where. OSError if it cannot be written."""
+        """Write ``data``; the row says where. It is on disk after ``flush``. OSError if the disk refuses."""
         if self._file is None or self._offset >= self._roll_at_bytes:
             self._roll()
         assert self._file is not None
         padding = -self._offset % ALIGNMENT
         if padding:
-            write_all(self._file, bytes(padding))
-        write_all(self._file, data)
+            self._file.write(bytes(padding))
+        self._file.write(data)
         begin = self._offset + padding
         nbytes = memoryview(data).nbytes
         self._offset = begin + nbytes
         return ValueRow(address=address, file=self._number, offset=begin, nbytes=nbytes)
+
+    def flush(self) -> None:
+        """Bring all values to the disk. OSError if it refuses."""
+        if self._file is not None:
+            self._offset += self._file.flush()
 
     def close(self) -> None:
         if self._file is not None:
@@ -68,9 +74,10 @@ class PayloadWriter:
             self._file = None
 
     def _roll(self) -> None:
+        self.flush()
         self.close()
         self._number += 1
-        self._file = self._opener(self._directory / payload_file(self._number))
+        self._file = BlockFile(self._opener(self._directory / payload_file(self._number)))
         self._offset = 0
 
 
@@ -87,7 +94,7 @@ class PayloadReader:
         for place in self._places.values():
             end = place.offset + place.nbytes
             self._file_bytes[place.file] = max(end, self._file_bytes.get(place.file, 0))
-        self._checked: set[bytes] = set()
+        self._checked: dict[bytes, memoryview] = {}
 
     def __contains__(self, address: object) -> bool:
         return address in self._places
@@ -103,6 +110,9 @@ class PayloadReader:
             ValuesMissingError: no value has this address.
             TraceDamagedError: the bytes are not there, or are not those that were stored.
         """
+        checked = self._checked.get(address)
+        if checked is not None:
+            return checked
         place = self._places.get(address)
         if place is None:
             raise ValuesMissingError(
@@ -114,11 +124,10 @@ class PayloadReader:
             text = f"{self._file_bytes[place.file]} bytes were written, the file has {len(file)}"
             raise damaged(f"{self._path}/{payload_file(place.file)}", text)
         value = file[place.offset : place.offset + place.nbytes]
-        if address not in self._checked:
-            if content_address(value) != address:
-                text = f"bytes {place.offset} to {place.offset + place.nbytes} differ from their checksum"
-                raise damaged(f"{self._path}/{payload_file(place.file)}", text)
-            self._checked.add(address)
+        if content_address(value) != address:
+            text = f"bytes {place.offset} to {place.offset + place.nbytes} differ from their checksum"
+            raise damaged(f"{self._path}/{payload_file(place.file)}", text)
+        self._checked[address] = value
         return value
 
     def _file(self, number: int) -> memoryview:

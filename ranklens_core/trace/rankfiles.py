@@ -55,7 +55,8 @@ class RankFiles:
         self._rows[Stream.VALUES].append(self._payload.append(address, data))
 
     def flush(self, time_ns: int) -> None:
-        """Write the rows kept, then the line in the journal that makes them count."""
+        """Write values and the rows kept, then the line in the journal that makes them count."""
+        self._payload.flush()
         ranges = {stream: self._streams[stream].append(rows) for stream, rows in self._rows.items() if rows}
         self._commit(ranges, time_ns)
 

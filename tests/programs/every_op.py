@@ -82,7 +82,11 @@ def gathers(is_async: bool) -> None:
     work = dist.all_gather_coalesced(lists, [own(2), own(3) * 10], async_op=is_async)
     finish("all_gather_coalesced", work, [tensor for part in lists for tensor in part])
     for peer, part in enumerate(lists):
-        expect(named(f"all_gather_coalesced {peer}", is_async), torch.cat(part), [peer + 1] * 2 + [10 * peer + 10] * 3)
+        expect(
+            named(f"all_gather_coalesced {peer}", is_async),
+            torch.cat(part),
+            [peer + 1] * 2 + [10 * peer + 10] * 3,
+        )
 
     gathered = [torch.zeros(2) for _ in range(4)] if rank() == 1 else None
     work = dist.gather(own(2), gathered, dst=1, async_op=is_async)
@@ -114,7 +118,9 @@ def exchanges(is_async: bool) -> None:
     receives = [torch.zeros(2) for _ in range(4)]
     work = dist.all_to_all(receives, sends, async_op=is_async)
     finish("all_to_all", work, receives)
-    expect(named("all_to_all", is_async), torch.stack(receives)[:, 0], [peer * 10 + rank() for peer in range(4)])
+    expect(
+        named("all_to_all", is_async), torch.stack(receives)[:, 0], [peer * 10 + rank() for peer in range(4)]
+    )
 
     out = torch.zeros(4)
     work = dist.all_to_all_single(out, torch.arange(4.0) + 10 * rank(), async_op=is_async)
@@ -153,10 +159,14 @@ def coalesced() -> None:
 def sparse() -> None:
     """Each rank has entries of its own: the result has all of them."""
     indices = torch.tensor([[rank(), 5], [0, 1]])
-    tensor = torch.sparse_coo_tensor(indices, torch.tensor([1.0 + rank(), 2.0]), (6, 2), check_invariants=True)
+    tensor = torch.sparse_coo_tensor(
+        indices, torch.tensor([1.0 + rank(), 2.0]), (6, 2), check_invariants=True
+    )
     dist.all_reduce(tensor)
     expect("all_reduce sparse", tensor.to_dense(), [[1, 0], [2, 0], [3, 0], [4, 0], [0, 0], [0, 8]])
-    tensor = torch.sparse_coo_tensor(indices, torch.tensor([1.0 + rank(), 2.0]), (6, 2), check_invariants=True)
+    tensor = torch.sparse_coo_tensor(
+        indices, torch.tensor([1.0 + rank(), 2.0]), (6, 2), check_invariants=True
+    )
     work = dist.all_reduce(tensor, async_op=True)
     assert work is not None
     work.wait()

@@ -15,7 +15,7 @@ SOON = timedelta(milliseconds=300)
 
 def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    groups = [dist.new_group() for _ in range(4)]
+    groups = [dist.new_group() for _ in range(6)]
     for pg in groups:
         dist.distributed_c10d._set_pg_timeout(SOON, pg)
     attempt("reduce op", lambda: dist.all_reduce(torch.ones(2), dist._make_nccl_premul_sum(2.0)))
@@ -27,11 +27,13 @@ def main() -> None:
     # from here on each rank is alone: gloo closes all connections of a pair after the first timeout
     lonely("sync", groups[rank()], is_async=False)
     lonely("async", groups[rank()], is_async=True)
-    attempt("recv", lambda: dist.recv(torch.ones(4), 1 - rank(), group=groups[2]))
-    attempt("recv from any", lambda: dist.recv(torch.ones(4), group=groups[2]))
-    # torch waits for it in C++, where the handle that RankLens gives cannot raise: the next call does
-    attempt("functional", lambda: funcol.wait_tensor(funcol.all_reduce(torch.ones(4), "sum", groups[3])))
-    attempt("next", lambda: dist.all_reduce(torch.ones(1), group=groups[3]))
+    never = dist.irecv(torch.ones(4), 1 - rank(), group=groups[3])
+    say("receive in vain", never.is_completed())
+    # for these two torch waits in C++, where the handle that RankLens gives cannot raise
+    mine = groups[4 + rank()]
+    attempt("functional", lambda: funcol.wait_tensor(funcol.all_reduce(torch.ones(4), "sum", mine)))
+    attempt("coalesced handle", lambda: dist._broadcast_coalesced(mine, [torch.ones(4)], 1024, 0))
+    attempt("next", lambda: dist.all_reduce(torch.ones(1), group=mine))
 
 
 def attempt(name: str, call: Callable[[], object]) -> None:

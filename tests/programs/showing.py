@@ -55,7 +55,8 @@ def finish(
         future = None
     if isinstance(handle, dist.Work):
         assert handle.wait() is True, name
-        assert handle.wait() is True, f"{name}: a second wait"
+        # gloo's point-to-point handles, which have no future, wait for ever the second time
+        assert future is None or handle.wait() is True, f"{name}: a second wait"
         say(f"{name} handle", f"completed {handle.is_completed()}")
     if future is None:
         say(f"{name} handle", "no future")
@@ -63,12 +64,18 @@ def finish(
     future.wait()
     held = {tensor.data_ptr() for tensor in flat(future.value())}
     missing = [tuple(tensor.shape) for tensor in outputs if tensor.data_ptr() not in held]
-    say(f"{name} handle", f"future {future.done()} {structure(future.value())}, without {missing}")
+    numel = sum(tensor.numel() for tensor in flat(future.value()))
+    say(f"{name} handle", f"future {future.done()}, {numel} elements, without {missing}")
+    if handle is future:
+        # the program has nothing else to find its results by
+        say(f"{name} result", structure(future.value()))
 
 
 def structure(value: Any) -> Any:
     """Shapes of tensors, in the lists that they are in."""
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else [structure(item) for item in value or ()]
+    return (
+        tuple(value.shape) if isinstance(value, torch.Tensor) else [structure(item) for item in value or ()]
+    )
 
 
 def flat(value: Any) -> list[torch.Tensor]:
