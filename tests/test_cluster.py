@@ -1,4 +1,4 @@
-"""Local ranks: real forks, synchronised by pipes. What one rank does to the others, and what is left: nothing."""
+"""Local ranks: real forks, synchronised by pipes. What a rank does to the others; what is left: nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from conftest import CliResult
 
+from ranklens_core import rank_failure
 from ranklens_core.cluster import ClusterResult, run_local
 from ranklens_core.errors import RankLensError, UsageError
 from ranklens_core.program import Program
@@ -96,7 +98,8 @@ def test_each_rank_has_torchruns_environment(output: Output, monkeypatch: pytest
         }
         assert expected.items() <= env.items()
         assert "TORCHELASTIC_USE_AGENT_STORE" not in env
-    assert len(ports) == 1 and 1024 <= int(ports.pop()) < 65536
+    (port,) = ports
+    assert 1024 <= int(port) < 65536
 
 
 def test_defaults_of_the_environment(output: Output, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +199,10 @@ def test_the_status_a_target_returns(output: Output) -> None:
     assert output.chunks == []
 
 
-def test_a_killed_rank_is_blamed_not_those_who_lost_it(output: Output) -> None:
+def test_a_killed_rank_is_blamed_not_those_who_lost_it(
+    output: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_failure, "_SETTLE_NS", 10**12)
     connection_read, connection_write = os.pipe()
     go_read, go_write = os.pipe()
 
@@ -469,6 +475,28 @@ def test_preimports_are_shared_and_a_failing_one_is_logged(
     assert output.of("stdout") == f"{os.getpid()} on\n".encode() * 2
     assert "could not import rl_missing before starting the ranks" in caplog.text
     assert "FLAG" not in os.environ
+
+
+def test_ranks_differ_from_their_launcher_as_fresh_processes_do(
+    run_python: Callable[..., CliResult],
+) -> None:
+    """Threads as OMP_NUM_THREADS says, though torch was loaded before; random numbers of their own."""
+    result = run_python("""
+import os
+os.environ["OMP_NUM_THREADS"] = "2"
+import gc, random, numpy, torch
+from ranklens_core.cluster import run_local
+def target(rank):
+    print(torch.get_num_threads(), gc.isenabled(), random.random(), numpy.random.random())
+    return 0
+run_local(2, target, env={"OMP_NUM_THREADS": "1"})
+print(torch.get_num_threads(), gc.isenabled(), gc.get_freeze_count())
+""")
+    one, two, launcher = (line.split() for line in result.stdout.splitlines())
+    assert one[:2] == two[:2] == ["1", "True"]
+    assert one[2] != two[2]
+    assert one[3] != two[3]
+    assert launcher == ["2", "True", "0"]
 
 
 @pytest.mark.parametrize("name", ["stdout", "stderr"])

@@ -161,7 +161,7 @@ def test_a_module_finds_itself_as_under_python(same_as_python: Callable[..., str
         "x = (1,\n",
         "import missing_module_of_the_program\n",
         "import importlib; importlib.import_module('missing_module_of_the_program')\n",
-        "import sys\nsys.excepthook = lambda *a: print('mine', a[0].__name__, a[2].tb_lineno)\nraise OSError\n",
+        "import sys\nsys.excepthook = lambda t, e, tb: print('mine', t, tb.tb_lineno)\nraise OSError\n",
         "import sys; sys.exit('a message')\n",
         "import sys; sys.exit(-1)\n",
         "raise SystemExit\n",
