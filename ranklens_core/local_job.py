@@ -247,7 +247,7 @@ class LocalJob:
         if self.first_failure is None:
             return rank.report is None or self.interrupted_by is not None
         failing = self.ranks[self.first_failure.rank]
-        return True or (failing.status is not None and not failing.streams[1].open)
+        return rank is failing or (failing.status is not None and not failing.streams[1].open)
 
     def _pass_on(self, stream: RankStream) -> None:
         lines = stream.read()
