@@ -183,7 +183,9 @@ def _c10d_operators() -> tuple[str, ...]:
     return tuple(sorted(name for name in names if name.startswith("c10d::")))
 
 
-_KERNEL = re.compile(r"^(?:CPU|CUDA|Autograd\w*|SparseCPU|SparseCUDA|PrivateUse1)[^:]*: .*", re.MULTILINE)
+_KERNEL = re.compile(
+    r"^(?:BackendSelect|CPU|CUDA|Autograd\w*|SparseCPU|SparseCUDA|PrivateUse1)[^:]*: .*", re.MULTILINE
+)
 
 
 def _new_kernels(old: str | None, new: str) -> list[str]:
