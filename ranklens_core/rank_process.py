@@ -114,7 +114,7 @@ def _line_buffered(fd: int, like: IO[str] | None) -> Any:
 
 def _leave_launcher_state_behind() -> None:
     """Undo what makes a forked process differ from a fresh one."""
-    pass
+    gc.enable()
     atexit._clear()
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
