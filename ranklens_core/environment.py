@@ -18,6 +18,7 @@ from importlib import metadata
 import numpy as np
 import torch
 
+from ranklens_core.errors import TraceDamagedError
 from ranklens_core.patches import Patches
 from ranklens_core.schema import EnvironmentItem
 from ranklens_core.verdict import EnvironmentDifference
@@ -42,12 +43,19 @@ _NOT_THE_PROGRAMS = re.compile(
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|COOKIE|AUTH|DSN|PROXY", re.IGNORECASE)
 
 
-_SAFE_VALUE = re.compile(r"[\w.,:;=+ -]*")
+MAX_THREADS = 1 << 12
+"""More than any machine has; starting them would end the process."""
+
+_SAFE_VALUE = re.compile(r"[\w.,:;=+ -]*", re.ASCII)
+_LEGAL_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _UNSAFE_NAME = re.compile(
-    r"(LD|DYLD|PYTHON(?!HASHSEED)|GIT|PIP)\w*|CC|CXX|NVCC\w*|\w*(PLUGIN|PRELOAD|EXEC|CMD|COMMAND|HOOK)\w*"
+    r"(LD|DYLD|PYTHON|GIT|PIP)\w*|CC|CXX|NVCC\w*|\w*(PLUGIN|PRELOAD|EXEC|CMD|COMMAND|HOOK)\w*"
+    r"|\w*(PATH|HOME|DIR|CACHE|(?<!PRO)FILE|CONF|CONFIG|LIB|LIBRARY|LIBRARIES|MODULES|BUNDLE|ALIASES)(_\w*)?"
+    r"|\w*(FLAGS|OPTIONS|EDITOR|VISUAL|PAGER|BROWSER|_TRACE|_OUT)|(BASH_)?ENV",
+    re.IGNORECASE,
 )
 """A trace is a stranger's data: it may set numbers and switches, never name a file, a module or a
-program that something here would load or start."""
+program that something here would load or start. PYTHON*: too late, python reads them as it starts."""
 
 
 def is_program_variable(name: str) -> bool:
@@ -129,7 +137,7 @@ def restore(recorded: Iterable[EnvironmentItem], patches: Patches) -> list[Envir
             now = read()
             if now != item.value:
                 patches.on_undo(write, now)
-                write(item.value)
+                _write_setting(write, item)
             # random state always differs and is always restored: nothing to report
             difference = None if item.kind == "random" else _difference(item, now, restored=True)
         else:
@@ -137,6 +145,16 @@ def restore(recorded: Iterable[EnvironmentItem], patches: Patches) -> list[Envir
         if difference is not None:
             differences.append(difference)
     return differences
+
+
+def _write_setting(write: Callable[[str], None], item: EnvironmentItem) -> None:
+    try:
+        write(item.value)
+    except Exception as error:  # a trace can say anything, and each library has its own words for no
+        raise TraceDamagedError(
+            f"The trace's {item.name} cannot be restored ({type(error).__name__}: {str(error)[:200]}): it is not "
+            "what RankLens recorded. Copy the trace again, or record it again."
+        ) from error
 
 
 def _restore_variable(item: EnvironmentItem, patches: Patches) -> EnvironmentDifference | None:
@@ -148,6 +166,7 @@ def _restore_variable(item: EnvironmentItem, patches: Patches) -> EnvironmentDif
         recorded is not None
         and (now is None or bool(_DECIDES_NUMBERS.fullmatch(item.name)))
         and is_program_variable(item.name)
+        and bool(_LEGAL_NAME.fullmatch(item.name))
         and bool(_SAFE_VALUE.fullmatch(recorded))
         and not _UNSAFE_NAME.fullmatch(item.name)
     )
@@ -205,6 +224,12 @@ def _deterministic() -> str:
     return "warn" if torch.is_deterministic_algorithms_warn_only_enabled() else "on"
 
 
+def _set_threads(text: str) -> None:
+    if int(text) > MAX_THREADS:
+        raise ValueError(f"{text} threads")
+    torch.set_num_threads(int(text))
+
+
 def _flag(owner: object, name: str) -> tuple[Callable[[], str], Callable[[str], None]]:
     return (
         lambda: str(bool(getattr(owner, name))),
@@ -217,7 +242,7 @@ _SETTINGS: tuple[tuple[str, str, Callable[[], str], Callable[[str], None]], ...]
         "threads",
         "torch threads",
         lambda: str(torch.get_num_threads()),
-        lambda text: torch.set_num_threads(int(text)),
+        _set_threads,
     ),
     ("flag", "deterministic algorithms", _deterministic, _set_deterministic),
     (

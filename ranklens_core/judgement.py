@@ -9,7 +9,7 @@ import msgspec
 from ranklens_core import environment
 from ranklens_core.errors import RankLensError, StructureMismatchError
 from ranklens_core.lone_rank import LoneRank
-from ranklens_core.matching import Matcher, WindowEnded
+from ranklens_core.matching import Matcher
 from ranklens_core.replayer import Replayer
 from ranklens_core.schema import GroupRecord, Printed, RankRecord, Step
 from ranklens_core.task import Result, Task
@@ -50,7 +50,7 @@ def judge(
         return Status.OK, ""
     if matcher.first_mismatch is not None:
         return Status.STRUCTURE_MISMATCH, ""
-    if isinstance(error, WindowEnded):
+    if matcher.window_ended:
         if replayer.scores.first_divergence is not None:
             return Status.VALUES_DIVERGED, ""
         return Status.OK, f"the recorded window ends before step {steps}"

@@ -60,7 +60,9 @@ class LoneRank:
             self.steps = Steps(clock, lambda: None, on_step_end)
             self.adapters = Adapters(self.steps, strict=False)
             self.patches.on_undo(self.adapters.remove)
-            self.signatures = Signatures(self.groups, Sites(TIMER_FILES), lambda _: None)
+            # where a call was made is looked up only for the messages that need it
+            self.sites = Sites(TIMER_FILES)
+            self.signatures = Signatures(self.groups, None, lambda _: None)
         except BaseException:
             self.undo()
             raise

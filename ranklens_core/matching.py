@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ranklens_core.c10d.signature import Interned, Lane, lane_of
+from ranklens_core.c10d.signature import Interned, Lane, lane_of, located
+from ranklens_core.c10d.site import Sites
 from ranklens_core.check.structure import Mismatch, describe, explain, structure_of
 from ranklens_core.errors import StructureMismatchError, TraceIncompleteError
 from ranklens_core.schema import CallRecord, GroupRecord
@@ -43,15 +44,23 @@ class Matcher:
 
     ``stops`` says whether a mismatch is an error; ``keeps_window`` whether the program ends with the
     recorded window. ``total`` and ``training_total`` count recorded calls, ``matched`` and
-    ``training_matched`` those the program has made.
+    ``training_matched`` those the program has made. ``window_ended`` is whether ``WindowEnded`` was raised,
+    also where the program caught it.
     """
 
     def __init__(
-        self, trace: RankTrace, groups: Mapping[str, GroupRecord], *, stops: bool, keeps_window: bool
+        self,
+        trace: RankTrace,
+        groups: Mapping[str, GroupRecord],
+        sites: Sites,
+        *,
+        stops: bool,
+        keeps_window: bool,
     ) -> None:
         record = trace.record
         self._rank = record
         self._groups = groups
+        self._sites = sites
         self._stops = stops
         self._window_end = record.value_steps[1] if record.value_steps and keeps_window else None
         self._structures: dict[tuple[object, ...], int] = {}
@@ -61,6 +70,7 @@ class Matcher:
         self.training_matched = 0
         self.total = 0
         self.training_total = 0
+        self.window_ended = False
         self.first_mismatch: Mismatch | None = None
         self._load(trace)
 
@@ -78,6 +88,7 @@ class Matcher:
         if at < len(sequence.records):
             recorded = sequence.records[at]
             if self._is_past_window(recorded):
+                self.window_ended = True
                 raise WindowEnded(0)
             structure = self._live_structures.get(interned.id)
             if structure is None:
@@ -138,7 +149,7 @@ class Matcher:
         self, interned: Interned, sequence: _Sequence, recorded: CallRecord | None, step: int
     ) -> None:
         mismatch = explain(
-            now=interned.signature,
+            now=located(interned.signature, self._sites),
             group=self._groups.get(interned.signature.group),
             seq_id=sequence.at,
             step=step,

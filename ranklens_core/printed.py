@@ -35,6 +35,8 @@ class PrintedMetrics:
         self._on_metric = on_metric
         self._line = ""
         self._patches = Patches()
+        if sys.stdout is None:  # closed before python began (`>&-`): nothing will be printed
+            return
         write = sys.stdout.write
 
         def watched(text: str) -> int:

@@ -184,6 +184,13 @@ def exit_status(error: SystemExit) -> int:
     return 1
 
 
+def flush_output() -> None:
+    """Flush stdout and stderr, whatever the program has made of them: python passes over closed ones too."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            stream.flush()
+
+
 def print_program_error(error: BaseException) -> None:
     """Show an exception of the program as python would: through ``sys.excepthook``, from its own first
     frame."""
@@ -195,7 +202,7 @@ def print_program_error(error: BaseException) -> None:
         traceback.print_exc()
         print("\nOriginal exception was:", file=sys.stderr)
         traceback.print_exception(error)
-    sys.stderr.flush()
+    flush_output()
 
 
 def program_traceback(error: BaseException) -> TracebackType | None:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, NoReturn
 
-from ranklens_core.program import exit_status, print_program_error, program_traceback
+from ranklens_core.program import exit_status, flush_output, print_program_error, program_traceback
 from ranklens_core.rank_failure import FailureReport, is_peer_loss
 
 RankTarget = Callable[[int], int] | Sequence[str]
@@ -132,8 +132,10 @@ def _leave_launcher_state_behind() -> None:
 
 
 def _call(target: Callable[[int], int], setup: RankSetup) -> int:
+    pid = os.getpid()
+
     def report(status: int, peer_lost: bool = False) -> None:
-        if status:
+        if status and os.getpid() == pid:  # how a child that the program forked ends is the program's concern
             message = FailureReport(setup.rank, time.monotonic_ns(), status, peer_lost)
             with contextlib.suppress(BrokenPipeError):  # the launcher is gone, and this rank with it
                 os.write(setup.report_fd, message.to_bytes())
@@ -169,8 +171,7 @@ def _finish(status: int) -> int:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     try:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
     except OSError:
         status = status or 120  # python's own status for output it could not write
     flush_c_output()

@@ -19,6 +19,8 @@ from ranklens_core.c10d.signature import Signatures
 from ranklens_core.c10d.site import Sites
 from ranklens_core.clock import Clock, MonotonicClock
 from ranklens_core.errors import UsageError
+from ranklens_core.leaving import before_exit
+from ranklens_core.patches import Patches
 from ranklens_core.place import RankEnvironment
 from ranklens_core.printed import PrintedMetrics
 from ranklens_core.program import Program
@@ -63,6 +65,7 @@ class RecordSession:
         overwrite: bool = False,
         clock: Clock | None = None,
     ) -> None:
+        directory = directory.absolute()  # files are added while the program may change its directory
         prepare_directory(directory, overwrite, rank=place.rank)
         clock = clock or MonotonicClock()
         header = RankHeader(
@@ -75,8 +78,8 @@ class RecordSession:
             monotonic_ns=clock.now_ns(),
             realtime_ns=clock.realtime_ns(),
         )
-        if place.rank == 0 and not (directory / RUN_FILE).exists():
-            _write_run_file(directory, run)
+        if place.rank == 0:
+            _write_run_file(directory, run)  # over one that is there: it may be of an overwritten trace
         self.writer = TraceWriter(directory, run, header, clock=clock)
         for item in environment.capture():
             self.writer.environment(item)
@@ -89,9 +92,12 @@ class RecordSession:
         self._printed = PrintedMetrics(self.writer.printed)
         self._reads = environment.VariableReads(self.writer.environment)
         self._interposer = install(self.recorder)
+        self._patches = Patches()
+        before_exit(self._patches, self._last_words)
 
     def close(self, exit_status: int | None) -> None:
         """Undo everything and finish the trace. ``exit_status`` is the program's, None if unknown."""
+        self._patches.undo()
         self._interposer.remove()
         self._reads.remove()
         self._printed.remove()
@@ -106,6 +112,11 @@ class RecordSession:
     @property
     def rank(self) -> int:
         return self.writer.rank
+
+    def _last_words(self, status: int) -> int:
+        """The program leaves by ``os._exit``, maybe to get past something that hangs: the trace alone is ended."""
+        self.writer.close(status)
+        return status
 
     def _new_signature(self, signature: Signature) -> None:
         self.writer.signature(signature)

@@ -38,12 +38,6 @@ class ReplaySession:
                 "--task structure."
             )
         groups = {group.key: group for group in self.record.groups}
-        self._matcher = Matcher(
-            self._rank_trace,
-            groups,
-            stops=(on_mismatch or task.on_mismatch) is OnMismatch.STOP,
-            keeps_window=task.result is Result.RECORDED,
-        )
         self._lone = LoneRank(
             rank,
             trace.world_size,
@@ -54,9 +48,22 @@ class ReplaySession:
             on_step_end=lambda _: None,
         )
         try:
+            self._matcher = Matcher(
+                self._rank_trace,
+                groups,
+                self._lone.sites,
+                stops=(on_mismatch or task.on_mismatch) is OnMismatch.STOP,
+                keeps_window=task.result is Result.RECORDED,
+            )
             self._differences = environment.restore(self.record.environment, self._lone.patches)
             self._replayer = Replayer(
-                self._rank_trace, self._matcher, task, self._lone.signatures, self._lone.steps, groups
+                self._rank_trace,
+                self._matcher,
+                task,
+                self._lone.signatures,
+                self._lone.sites,
+                self._lone.steps,
+                groups,
             )
             self._lone.start(self._replayer)
         except BaseException:

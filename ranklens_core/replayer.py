@@ -14,7 +14,8 @@ import torch
 from torch._C._distributed_c10d import ProcessGroup, Work
 
 from ranklens_core.c10d.call import Call, Proceed
-from ranklens_core.c10d.signature import Interned, Signatures
+from ranklens_core.c10d.signature import Interned, Signatures, located
+from ranklens_core.c10d.site import Sites
 from ranklens_core.c10d.synthesise import Synthesiser
 from ranklens_core.c10d.values import tensor_bytes, write_bytes
 from ranklens_core.c10d.work import FINISHED, Handles, completed_work
@@ -28,6 +29,7 @@ from ranklens_core.schema import CallRecord, GroupRecord
 from ranklens_core.steps import Steps
 from ranklens_core.task import Result, Task
 from ranklens_core.trace import RankTrace, content_address
+from ranklens_core.trace.problem import damaged
 
 
 class Replayer:
@@ -45,6 +47,7 @@ class Replayer:
         matcher: Matcher | None,
         task: Task,
         signatures: Signatures,
+        sites: Sites,
         steps: Steps,
         groups: Mapping[str, GroupRecord],
         delivery: Delivery | None = None,
@@ -53,6 +56,7 @@ class Replayer:
         self._matcher = matcher
         self._task = task
         self._signatures = signatures
+        self._sites = sites
         self._steps = steps
         self._groups = groups
         self._delivery = delivery or AtOnce()
@@ -131,10 +135,14 @@ class Replayer:
         assert self._matcher is not None
         if not record.row.in_addresses or not self._matcher.is_training(record):
             return
-        self.scores.compare(
+        now = tuple([content_address(tensor_bytes(tensor)) for tensor in call.inputs])
+        if now == record.row.in_addresses:
+            self.scores.agreed()
+            return
+        self.scores.differed(
             record.row.in_addresses,
-            tuple([content_address(tensor_bytes(tensor)) for tensor in call.inputs]),
-            signature=interned.signature,
+            now,
+            signature=located(interned.signature, self._sites),
             recorded_signature=record.signature,
             group=self._groups.get(interned.signature.group),
             seq_id=seq_id,
@@ -158,6 +166,11 @@ class Replayer:
                 "--task structure."
             )
         values = [trace.payload(address) for address in completion.out_addresses]
+        for tensor, value in zip(call.outputs, values, strict=True):
+            if tensor.layout is torch.strided and tensor.nbytes != len(value):
+                raise damaged(
+                    trace.path, f"a result of {describe(record.signature)} has {len(value)} bytes, not {tensor.nbytes}"
+                )
         self.provenance[Result.RECORDED] += 1
 
         def restore() -> None:

@@ -484,7 +484,7 @@ def test_ranks_differ_from_their_launcher_as_fresh_processes_do(
     result = run_python("""
 import os
 os.environ["OMP_NUM_THREADS"] = "2"
-import gc, random, numpy, torch
+import gc, random, numpy.random, torch
 from ranklens_core.cluster import run_local
 def target(rank):
     print(torch.get_num_threads(), gc.isenabled(), random.random(), numpy.random.random())

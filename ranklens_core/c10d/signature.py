@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import msgspec
 import torch
 
 from ranklens_core.c10d.call import Call
 from ranklens_core.c10d.groups import Groups
 from ranklens_core.c10d.ops import Kind
-from ranklens_core.c10d.site import Site, Sites
+from ranklens_core.c10d.site import NOWHERE, Site, Sites
 from ranklens_core.c10d.values import dtype_name
 from ranklens_core.schema import Purpose, Signature
 
@@ -39,9 +40,12 @@ def lane_of(signature: Signature) -> Lane:
 
 
 class Signatures:
-    """Interns the signature of each call; ``on_new`` is told of every new one."""
+    """Interns the signature of each call; ``on_new`` is told of every new one.
 
-    def __init__(self, groups: Groups, sites: Sites, on_new: Callable[[Signature], None]) -> None:
+    With ``sites`` None signatures have no site and are cheaper: see ``located``.
+    """
+
+    def __init__(self, groups: Groups, sites: Sites | None, on_new: Callable[[Signature], None]) -> None:
         self._groups = groups
         self._sites = sites
         self._on_new = on_new
@@ -50,7 +54,7 @@ class Signatures:
 
     def of(self, call: Call) -> Interned:
         """The signature of ``call``, whose site is the current stack."""
-        site = self._sites.find()
+        site = self._sites.find() if self._sites is not None else NOWHERE
         # the group's object identity is no key: a record must not keep the group alive, and a name
         # may come back for another group, so the key string is looked up each time
         group = self._groups.record(call.pg).key
@@ -80,6 +84,12 @@ class Signatures:
                 self._on_new(signature)
                 found = self._known[key] = Interned(len(self._known), signature, floating)
         return found
+
+
+def located(signature: Signature, sites: Sites) -> Signature:
+    """``signature`` with the site of the current stack, for a message about the call being made."""
+    site = sites.find()
+    return msgspec.structs.replace(signature, site=site.site, program_site=site.program_site)
 
 
 def _floats(dtype: torch.dtype) -> bool:

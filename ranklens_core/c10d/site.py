@@ -52,6 +52,10 @@ class Site:
     purpose: Purpose | None
 
 
+NOWHERE = Site("", "", None)
+"""The site of a call that nobody asks about."""
+
+
 class _Code:
     __slots__ = ("code", "is_program", "is_torch", "purpose")
 

@@ -29,7 +29,12 @@ class ValueScore:
         self.identical = 0
         self.first_divergence: Divergence | None = None
 
-    def compare(
+    def agreed(self) -> None:
+        """A call's inputs have the recorded bits."""
+        self.compared += 1
+        self.identical += 1
+
+    def differed(
         self,
         recorded: tuple[bytes, ...],
         now: tuple[bytes, ...],
@@ -39,16 +44,12 @@ class ValueScore:
         group: GroupRecord | None,
         seq_id: int,
         step: int,
-    ) -> bool:
-        """Whether the content addresses agree; scores the call."""
+    ) -> None:
+        """A call's inputs have other bits; ``recorded`` and ``now`` are their content addresses."""
         self.compared += 1
-        if recorded == now:
-            self.identical += 1
-            return True
         if self.first_divergence is None:
             tensor = next(i for i, (then, here) in enumerate(zip(recorded, now, strict=True)) if then != here)
             self.first_divergence = _divergence(tensor, signature, recorded_signature, group, seq_id, step)
-        return False
 
 
 def _divergence(

@@ -37,17 +37,17 @@ _TRAINING_LINE = re.compile(r"rank (\d+) step \d+ loss ")
 )
 def command(framework: str, out: Path) -> None:
     """Record an 8-rank job on this machine, then run rank 5 of it alone."""
-    program = PROGRAMS[framework]
+    program, place = PROGRAMS[framework], shlex.quote(str(out))
     began = time.monotonic()
     click.secho(f"{LAYOUTS[framework]}: {NPROC} ranks on this machine, recorded once", bold=True)
-    _run(f"ranklens record --nproc {NPROC} --out {out} --overwrite -- {program}")
+    _run(f"ranklens record --nproc {NPROC} --out {place} --overwrite -- {program}")
     click.secho(f"\nRank {RANK} alone: one process, nobody to talk to, the same training", bold=True)
-    status = _run(f"ranklens replay {out} --rank {RANK} -- {program}")
+    status = _run(f"ranklens replay {place} --rank {RANK} -- {program}")
     click.secho("\nTry next", bold=True)
     for line in (
-        f"ranklens info {out}",
-        f"ranklens replay {out} --rank 0 -- {program}",
-        f"ranklens replay {out} --rank 3 --task structure -- {program}",
+        f"ranklens info {place}",
+        f"ranklens replay {place} --rank 0 -- {program}",
+        f"ranklens replay {place} --rank 3 --task structure -- {program}",
         f"ranklens demo --framework {'deepspeed' if framework == 'megatron' else 'megatron'}",
     ):
         click.echo(f"  {line}")

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing trace.")
 @click.option(
-    "--nproc", type=int, metavar="N", help="Start N local ranks; without it, record the rank this is."
+    "--nproc",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Start N local ranks; without it, record the rank this is.",
 )
 @click.option(
     "--steps",
@@ -55,11 +58,15 @@ def command(
       ranklens record --nproc 8 -- train.py --lr 1e-3
       torchrun --nproc-per-node 8 -m ranklens_core record --payload 0,5 -- train.py
     """
+    from ranklens_core.hash_seed import fix_hash_seed
     from ranklens_core.program import Program
 
     parsed = Program.parse(program)
+    fix_hash_seed()
     if nproc is not None:
-        status = record_local(parsed, out, nproc, payload or "all", steps, cpu=cpu, overwrite=overwrite)
+        status = record_local(
+            parsed, out, nproc, "all" if payload is None else payload, steps, cpu=cpu, overwrite=overwrite
+        )
     else:
         if payload is None:
             raise UsageError(
@@ -99,7 +106,12 @@ def record_local(
 
     run = describe_run(program, nproc, cpu_cuda=cpu_cuda)
     directory = out.absolute()
-    write_run(directory, run)
+    try:
+        write_run(directory, run)
+    except OSError as error:
+        raise UsageError(
+            f"{out} cannot be used for a trace: {error.strerror or error}. Name another directory with --out."
+        ) from error
     with cpu_cuda_context(cpu_cuda):
         result = run_local(
             nproc,

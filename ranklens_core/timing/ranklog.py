@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -29,10 +29,9 @@ class RankLog:
 
     Columns of calls are as in ``CallRow`` and ``CompletionRow``. ``end_ns`` is ``NO_TIME`` where a
     call did not complete or failed, ``return_ns`` is ``NO_TIME`` where the call did not block (or
-    did not complete). ``start_ns`` and ``end_ns`` of calls in one coalescing batch are those of the
-    batch: it starts with its last call. Columns of waits have the prefix ``wait_``; ``wait_call``
-    is the index (not the entry) of the call waited for. ``groups`` has the global ranks of each
-    group by key.
+    did not complete). ``start_ns`` and ``end_ns`` of all calls of a coalescing batch are those of
+    its last one. Columns of waits have the prefix ``wait_``; ``wait_call`` is the index (not the
+    entry) of the call waited for. ``groups`` has the global ranks of each group by key.
     """
 
     rank: int
@@ -63,6 +62,7 @@ class RankLog:
         unit = _batch_ends(self)
         object.__setattr__(self, "unit", unit)
         object.__setattr__(self, "start_ns", self.start_ns[unit])
+        object.__setattr__(self, "end_ns", self.end_ns[unit])
 
     @classmethod
     def read(cls, trace: RankTrace) -> Self:
@@ -104,14 +104,17 @@ class RankLog:
     @property
     def blocking(self) -> Bool:
         """Which calls held the program until they were over."""
-        return self.return_ns != NO_TIME
+        blocking: Bool = self.return_ns != NO_TIME
+        return blocking
 
     def with_clock(self, convert: Callable[[Int64], Int64]) -> Self:
         """This log with every time put through ``convert``."""
-        changes = {}
+        changes: dict[str, Any] = {}
         for name in _TIMES:
             times: Int64 = getattr(self, name)
-            changes[name] = np.where(times == NO_TIME, NO_TIME, convert(times))
+            happened = times != NO_TIME
+            changes[name] = times.copy()
+            changes[name][happened] = convert(times[happened])
         return dataclasses.replace(self, **changes)
 
     def observed_at(self) -> Int64:

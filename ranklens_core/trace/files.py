@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import mmap
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -77,10 +78,12 @@ class LocalFiles:
 
     def __init__(self, path: str) -> None:
         self.path = path
+        # the program that is being replayed may change the working directory
+        self._root = os.path.abspath(path)
 
     def names(self) -> list[str] | None:
         try:
-            return sorted(os.listdir(self.path))
+            return sorted(os.listdir(self._root))
         except FileNotFoundError:
             return None
         except NotADirectoryError as error:
@@ -90,7 +93,10 @@ class LocalFiles:
 
     def data(self, name: str) -> memoryview | None:
         try:
-            with open(os.path.join(self.path, name), "rb") as file:
+            # O_NONBLOCK: opening a pipe that lies there in a file's place would wait for ever
+            with open(os.path.join(self._root, name), "rb", opener=_open_at_once) as file:
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    raise ValueError("it is no regular file")
                 if os.fstat(file.fileno()).st_size == 0:
                     return memoryview(b"")
                 return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -98,6 +104,10 @@ class LocalFiles:
             return None
         except (OSError, ValueError) as error:
             raise _unreadable(os.path.join(self.path, name), error) from error
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 class RemoteFiles:

@@ -179,6 +179,8 @@ def summarise(lines: Sequence[Line], path: str) -> RankJournal:
     for line in rest:
         match line:
             case GroupLine(group=group):
+                if start.header.rank not in group.ranks:
+                    raise damaged(path, f"rank {start.header.rank} is not in its own group {group.key}")
                 groups[group.key] = group
             case RoleLine(key=key, role=role):
                 roles[key] = role

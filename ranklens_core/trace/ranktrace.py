@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from types import GenericAlias
 from typing import TypeVar
@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ranklens_core.errors import TraceDamagedError, ValuesMissingError
-from ranklens_core.schema import CallRecord, CallRow, CompletionRow, RankRecord, Signature
+from ranklens_core.schema import NO_PEER, CallRecord, CallRow, CompletionRow, RankRecord, Signature
 from ranklens_core.trace.files import TraceFiles
 from ranklens_core.trace.journal import RankJournal
 from ranklens_core.trace.layout import rank_directory
@@ -42,7 +42,13 @@ class RankTrace:
     @cached_property
     def signatures(self) -> tuple[Signature, ...]:
         """Signatures by number."""
-        return tuple(self._rows(self._read(Stream.SIGNATURES), Stream.SIGNATURES, Signature))
+        signatures = tuple(self._rows(self._read(Stream.SIGNATURES), Stream.SIGNATURES, Signature))
+        ranks = {group.key: group.ranks for group in self.record.groups}
+        for number, signature in enumerate(signatures):
+            problem = _impossible(signature, ranks)
+            if problem:
+                raise self._damaged(Stream.SIGNATURES, f"signature {number} {problem}")
+        return signatures
 
     @cached_property
     def calls(self) -> pa.Table:
@@ -166,3 +172,15 @@ def _ascends(entries: pa.Array) -> bool:
         return True
     steps = pc.greater(entries[1:], entries[:-1])
     return bool(entries[0].as_py() >= 0 and pc.all(steps, min_count=0).as_py())
+
+
+def _impossible(signature: Signature, groups: Mapping[str, tuple[int, ...]]) -> str:
+    """What in a signature contradicts itself or its group (ranks by key); ``""`` if nothing."""
+    if len(signature.in_dtypes) != len(signature.in_shapes):
+        return f"has {len(signature.in_dtypes)} input dtypes and {len(signature.in_shapes)} shapes"
+    if len(signature.out_dtypes) != len(signature.out_shapes):
+        return f"has {len(signature.out_dtypes)} output dtypes and {len(signature.out_shapes)} shapes"
+    size = len(groups.get(signature.group, ()))
+    if size and signature.peer != NO_PEER and not 0 <= signature.peer < size:
+        return f"has peer {signature.peer} in a group of {size}"
+    return ""
