@@ -26,6 +26,14 @@ class Clock(Protocol):
         """Nanoseconds since the Unix epoch, to tie this clock to other hosts'."""
         ...
 
+    def sleep_until(self, due_ns: int) -> None:
+        """Return at ``due_ns``, at once if it is past."""
+        ...
+
+
+WATCH_NS = 20_000
+"""A sleep ends about this much late on Linux, once the thread's timer slack is out of the way."""
+
 
 class MonotonicClock:
     """The host's monotonic clock (shared by its processes, origin is boot)."""
@@ -33,6 +41,12 @@ class MonotonicClock:
     now_ns = staticmethod(time.monotonic_ns)
     thread_cpu_ns = staticmethod(time.thread_time_ns)
     realtime_ns = staticmethod(time.time_ns)
+
+    def sleep_until(self, due_ns: int) -> None:
+        """Sleep, and watch the clock for the last microseconds; never holds the GIL while it sleeps."""
+        while (left_ns := due_ns - time.monotonic_ns()) > 0:
+            if left_ns > WATCH_NS:
+                time.sleep((left_ns - WATCH_NS) / 1e9)
 
 
 class ManualClock:
@@ -56,6 +70,10 @@ class ManualClock:
 
     def realtime_ns(self) -> int:
         return self._now_ns
+
+    def sleep_until(self, due_ns: int) -> None:
+        """It is ``due_ns`` now, if it was not later already."""
+        self.advance(max(0, due_ns - self._now_ns))
 
     def advance(self, by_ns: int) -> None:
         """Move forward by ``by_ns`` (>= 0) nanoseconds and wake whoever waits for a time."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from enum import StrEnum
 from typing import Protocol
 
 from torch._C._distributed_c10d import Work
@@ -17,19 +19,47 @@ Fill = Callable[[], None]
 """Writes a call's outputs; called once, when the result arrives."""
 
 
+class TimeSource(StrEnum):
+    """Where the time of a call comes from."""
+
+    RECORDED = "recorded"
+    ESTIMATED = "estimated"
+    NONE = "none"
+
+
 class Delivery(Protocol):
-    """Answers a call whose result is known."""
+    """Answers a call whose result is known. ``times`` counts calls by ``TimeSource``."""
+
+    times: Counter[str]
 
     def deliver(self, call: Call, interned: Interned, record: CallRecord | None, fill: Fill) -> Work | None:
         """The Work of ``call``, None where it has none. ``record`` is None for a call without one."""
+        ...
+
+    def before_wait(self, work: Work) -> None:
+        """The program waits for ``work``."""
+        ...
+
+    def close(self) -> None:
+        """The replay is over. Idempotent."""
         ...
 
 
 class AtOnce:
     """Results are there when the call returns."""
 
+    def __init__(self) -> None:
+        self.times: Counter[str] = Counter()
+
+    def before_wait(self, work: Work) -> None:
+        """Nothing to wait for."""
+
+    def close(self) -> None:
+        """Nothing is left over."""
+
     def deliver(self, call: Call, interned: Interned, record: CallRecord | None, fill: Fill) -> Work | None:
         """See ``Delivery``."""
+        self.times[TimeSource.NONE] += 1
         fill()
         return finished(call, record)
 

@@ -152,8 +152,8 @@ def _write_setting(write: Callable[[str], None], item: EnvironmentItem) -> None:
         write(item.value)
     except Exception as error:  # a trace can say anything, and each library has its own words for no
         raise TraceDamagedError(
-            f"The trace's {item.name} cannot be restored ({type(error).__name__}: {str(error)[:200]}): it is not "
-            "what RankLens recorded. Copy the trace again, or record it again."
+            f"The trace's {item.name} cannot be restored ({type(error).__name__}: {str(error)[:200]}): "
+            "it is not what RankLens recorded. Copy the trace again, or record it again."
         ) from error
 
 

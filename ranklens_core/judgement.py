@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from ranklens_core import environment
+from ranklens_core.delivery import TimeSource
 from ranklens_core.errors import RankLensError, StructureMismatchError
 from ranklens_core.lone_rank import LoneRank
 from ranklens_core.matching import Matcher
@@ -74,6 +75,7 @@ def make_verdict(
 ) -> Verdict:
     """The verdict of a run; ``matcher`` and ``record`` are None for an emulation."""
     status, message = judge(replayer, matcher, len(lone.steps.done), error)
+    steps = _steps(lone.steps.done, record.steps if record else (), timed=task.keeps_time)
     return Verdict(
         version=VERDICT_VERSION,
         task=task.name,
@@ -96,10 +98,10 @@ def make_verdict(
         ),
         provenance=Provenance(
             result={source: replayer.provenance[source] for source in Result},
-            time={"recorded": 0, "estimated": 0, "none": replayer.replayed},
+            time={source: replayer.delivery.times[source] for source in TimeSource},
         ),
-        steps=_steps(lone.steps.done, record.steps if record else ()),
-        timing=TimingResult(mean_abs_error_pct=None, worst_abs_error_pct=None),
+        steps=steps,
+        timing=_timing(steps),
         environment=tuple(differences),
         # made-up results give made-up losses: comparing them would say nothing
         printed=compare_printed(
@@ -145,17 +147,25 @@ def _shown_groups(groups: Sequence[GroupRecord]) -> list[GroupRecord]:
     return sorted(best.values(), key=lambda group: SHOWN_ROLES.index(group.role))
 
 
-def _steps(done: Sequence[Step], recorded: Sequence[Step]) -> tuple[StepResult, ...]:
+def _steps(done: Sequence[Step], recorded: Sequence[Step], *, timed: bool) -> tuple[StepResult, ...]:
     recorded_ns = {step.index: step.end_ns - step.begin_ns for step in recorded}
-    return tuple(
-        StepResult(
-            index=step.index,
-            wall_ns=step.end_ns - step.begin_ns,
-            recorded_ns=recorded_ns.get(step.index),
-            error_pct=None,
+    results = []
+    for step in done:
+        wall_ns, then_ns = step.end_ns - step.begin_ns, recorded_ns.get(step.index)
+        error_pct = 100 * (wall_ns - then_ns) / then_ns if timed and then_ns else None
+        results.append(
+            StepResult(index=step.index, wall_ns=wall_ns, recorded_ns=then_ns, error_pct=error_pct)
         )
-        for step in done
-    )
+    return tuple(results)
+
+
+def _timing(steps: Sequence[StepResult]) -> TimingResult:
+    """Errors over the steps after the first, which warms up (unless it is the only one)."""
+    errors = [abs(step.error_pct) for step in steps if step.error_pct is not None]
+    errors = errors[1:] or errors
+    if not errors:
+        return TimingResult(mean_abs_error_pct=None, worst_abs_error_pct=None)
+    return TimingResult(mean_abs_error_pct=sum(errors) / len(errors), worst_abs_error_pct=max(errors))
 
 
 def _is_success(error: BaseException) -> bool:

@@ -114,7 +114,7 @@ class RecordSession:
         return self.writer.rank
 
     def _last_words(self, status: int) -> int:
-        """The program leaves by ``os._exit``, maybe to get past something that hangs: the trace alone is ended."""
+        """The program leaves by ``os._exit``, maybe past something that hangs: only the trace is ended."""
         self.writer.close(status)
         return status
 

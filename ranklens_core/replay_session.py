@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from ranklens_core import environment
 from ranklens_core.clock import Clock, MonotonicClock
+from ranklens_core.completion.cpu import CpuEngine, tighten_timers
+from ranklens_core.delivery import AtOnce, Delivery
 from ranklens_core.errors import ValuesMissingError
+from ranklens_core.in_time import InTime
 from ranklens_core.judgement import make_verdict
 from ranklens_core.lone_rank import LoneRank
 from ranklens_core.matching import Matcher
 from ranklens_core.replayer import Replayer
 from ranklens_core.schema import RankRecord
 from ranklens_core.task import OnMismatch, Result, Task
+from ranklens_core.timing.align import join_trace
+from ranklens_core.timing.arrival import ArrivalPlan, ArrivalTimer, plan_arrivals
+from ranklens_core.timing.binding import bind
 from ranklens_core.trace import Trace
 from ranklens_core.verdict import Verdict
 
@@ -31,20 +37,23 @@ class ReplaySession:
         self._rank_trace = trace.rank(rank)
         self.record: RankRecord = self._rank_trace.record
         self.verdict: Verdict | None = None
-        if task.result is Result.RECORDED and not self.record.has_values:
+        if task.result is Result.RECORDED and not task.falls_back and not self.record.has_values:
             raise ValuesMissingError(
                 f"Rank {rank} was recorded without values, which --task {task.name} restores. Ranks with "
                 f"values: {_ranks_with_values(trace)}. Record again with --payload {rank}, or use "
                 "--task structure."
             )
         groups = {group.key: group for group in self.record.groups}
+        clock = clock or MonotonicClock()
+        # before the program runs: planning a large trace takes seconds
+        plan = _arrivals(trace, rank) if task.keeps_time else None
         self._lone = LoneRank(
             rank,
             trace.world_size,
             local_rank=self.record.local_rank,
             local_world_size=sum(other.host == self.record.host for other in trace.ranks.values()),
             backend=self.record.groups[0].backend if self.record.groups else "",
-            clock=clock or MonotonicClock(),
+            clock=clock,
             on_step_end=lambda _: None,
         )
         try:
@@ -64,14 +73,24 @@ class ReplaySession:
                 self._lone.sites,
                 self._lone.steps,
                 groups,
+                self._delivery(clock, plan),
             )
             self._lone.start(self._replayer)
         except BaseException:
             self._lone.undo()
             raise
 
+    def _delivery(self, clock: Clock, plan: ArrivalPlan | None) -> Delivery:
+        if plan is None:
+            return AtOnce()
+        tighten_timers()
+        engine = CpuEngine(clock)
+        self._lone.patches.on_undo(engine.close)
+        return InTime(engine, clock, ArrivalTimer(plan), None, exact=True)
+
     def close(self, error: BaseException | None = None) -> Verdict:
         """Undo everything and judge; ``error`` is what ended the program, None for its own end."""
+        self._replayer.delivery.close()
         self._lone.undo()
         self.verdict = make_verdict(
             task=self.task,
@@ -84,6 +103,11 @@ class ReplaySession:
         )
         self._rank_trace.close()
         return self.verdict
+
+
+def _arrivals(trace: Trace, rank: int) -> ArrivalPlan:
+    joined, _ = join_trace(trace)
+    return plan_arrivals(joined, bind(joined), rank)
 
 
 def _ranks_with_values(trace: Trace) -> str:

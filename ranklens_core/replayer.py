@@ -59,7 +59,7 @@ class Replayer:
         self._sites = sites
         self._steps = steps
         self._groups = groups
-        self._delivery = delivery or AtOnce()
+        self.delivery = delivery or AtOnce()
         self._synthesiser = Synthesiser()
         self._handles = Handles()
         self._failures = RecordedFailures()
@@ -82,7 +82,7 @@ class Replayer:
         if record is not None and fill is None:
             return self._handles.track(self._failures.fail(call, record), self.replayed)
         assert fill is not None
-        work = self._delivery.deliver(call, interned, record, fill)
+        work = self.delivery.deliver(call, interned, record, fill)
         if work is None or work is FINISHED:
             return work
         return self._handles.track(work, self.replayed)
@@ -92,6 +92,7 @@ class Replayer:
         failure = self._failures.of(work)
         if failure is not None:
             raise failure
+        self.delivery.before_wait(work)
         return wait()
 
     def on_wait_tensor(self, tensor: torch.Tensor, wait: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -122,7 +123,7 @@ class Replayer:
 
     def _filling(self, call: Call, record: CallRecord | None) -> Fill | None:
         """What writes the call's outputs; None where it failed when it was recorded."""
-        if record is None or self._task.result is Result.SYNTHESISED:
+        if record is None or self._task.result is Result.SYNTHESISED or self._lacks_values(call, record):
             self.provenance[Result.SYNTHESISED] += 1
             return lambda: self._synthesiser.fill(call)
         assert self._trace is not None
@@ -130,6 +131,16 @@ class Replayer:
             self.provenance[Result.RECORDED] += 1
             return None
         return self._restoring(call, record)
+
+    def _lacks_values(self, call: Call, record: CallRecord) -> bool:
+        """Whether the call ended well, but its results were not kept, and the task takes others."""
+        completion = record.completion
+        return (
+            self._task.falls_back
+            and completion is not None
+            and not completion.error
+            and len(completion.out_addresses) != len(call.outputs)
+        )
 
     def _compare(self, call: Call, interned: Interned, record: CallRecord, seq_id: int) -> None:
         assert self._matcher is not None
@@ -169,7 +180,8 @@ class Replayer:
         for tensor, value in zip(call.outputs, values, strict=True):
             if tensor.layout is torch.strided and tensor.nbytes != len(value):
                 raise damaged(
-                    trace.path, f"a result of {describe(record.signature)} has {len(value)} bytes, not {tensor.nbytes}"
+                    trace.path,
+                    f"a result of {describe(record.signature)} has {len(value)} bytes, not {tensor.nbytes}",
                 )
         self.provenance[Result.RECORDED] += 1
 

@@ -25,13 +25,19 @@ class OnMismatch(StrEnum):
 
 @dataclass(frozen=True)
 class Task:
-    """``result`` is the preferred source; ``compares`` says whether inputs are checked."""
+    """``result`` is the preferred source; with ``falls_back`` a call without recorded values is
+    synthesised instead of being an error. ``keeps_time`` says whether results arrive when they would
+    have; ``compares`` whether inputs are checked; ``watches_memory`` whether each step's peak is taken.
+    """
 
     name: str
     result: Result
     on_mismatch: OnMismatch
-    compares: bool
     about: str
+    falls_back: bool = False
+    keeps_time: bool = False
+    compares: bool = False
+    watches_memory: bool = False
 
 
 TASKS = {
@@ -41,14 +47,21 @@ TASKS = {
             "debug",
             Result.RECORDED,
             OnMismatch.STOP,
-            True,
             "recorded results as soon as possible; every input is compared with the record",
+            compares=True,
+        ),
+        Task(
+            "profile",
+            Result.RECORDED,
+            OnMismatch.STOP,
+            "recorded results at the recorded times; step times are compared with the record",
+            falls_back=True,
+            keeps_time=True,
         ),
         Task(
             "structure",
             Result.SYNTHESISED,
             OnMismatch.REPORT,
-            False,
             "made-up results; the sequence of calls is compared with the record",
         ),
     )

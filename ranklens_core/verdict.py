@@ -194,7 +194,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     def _time(self) -> str:
         if self.timing.mean_abs_error_pct is None:
             return "not asked for"
+        times = ", ".join(f"{count} {source}" for source, count in self.provenance.time.items() if count)
         return (
-            f"step time off by {self.timing.mean_abs_error_pct:.1f}% on average, "
-            f"{self.timing.worst_abs_error_pct:.1f}% at worst, over {len(self.steps)} steps"
+            f"steps {self.timing.mean_abs_error_pct:.1f}% off the recorded on average, "
+            f"{self.timing.worst_abs_error_pct:.1f}% at worst     calls: {times}"
         )

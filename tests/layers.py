@@ -13,7 +13,7 @@ FLOORS: list[list[str]] = [
     ["errors", "schema", "clock", "patches", "leaving", "hash_seed", "configs_dir", "import_hook"],
     ["trace", "c10d", "steps"],
     ["completion", "timing", "check"],
-    ["task", "matching", "delivery", "recorded_failure", "recorder", "replayer", "analysis"],
+    ["task", "matching", "delivery", "in_time", "recorded_failure", "recorder", "replayer", "analysis"],
     [
         "verdict",
         "environment",

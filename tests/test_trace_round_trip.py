@@ -55,10 +55,18 @@ def records(record_type: type[msgspec.Struct], **fixed: st.SearchStrategy[Any]) 
     return st.builds(record_type, **fields, **fixed)
 
 
+def one_dtype_a_shape(signature: Signature) -> Signature:
+    """As every call has it; a reader takes anything else for damage."""
+    inputs, outputs = len(signature.in_shapes), len(signature.out_shapes)
+    return msgspec.structs.replace(
+        signature, in_dtypes=("float32",) * inputs, out_dtypes=("bfloat16",) * outputs
+    )
+
+
 @settings(max_examples=60)
 @given(st.data())
 def test_any_rows(data: st.DataObject) -> None:
-    signatures = data.draw(st.lists(records(Signature), min_size=1, max_size=4))
+    signatures = data.draw(st.lists(records(Signature).map(one_dtype_a_shape), min_size=1, max_size=4))
     number = st.integers(0, len(signatures) - 1)
     entries = data.draw(st.lists(st.integers(0, 2**63 - 1), unique=True, max_size=8))
     calls = [data.draw(records(CallRow, entry=st.just(entry), signature=number)) for entry in entries]
@@ -150,7 +158,8 @@ def test_groups_by_role_and_by_key(tmp_path: Path) -> None:
     for rank in (0, 1):
         writer = samples.new_writer(tmp_path, rank)
         for group in groups:
-            writer.group(group)
+            if rank in group.ranks:
+                writer.group(group)
         writer.close(0)
 
     trace = open_trace(tmp_path)

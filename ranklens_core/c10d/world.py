@@ -115,6 +115,9 @@ class OneRankWorld:
         patch(c10d, "_new_process_group_helper", self._fake_helper(c10d._new_process_group_helper))
         patch(c10d, "rendezvous", self._rendezvous)
         patch(c10d, "_store_based_barrier", lambda *_, **__: None)
+        # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps every group in one that asks the peers: torch's own name
+        # for the level, which the program reads, stays
+        patch(c10d, "get_debug_level", lambda: dist.DebugLevel.OFF)
         patch(c10d, "_set_pg_timeout", lambda *_, **__: None)
         for module in (dist, c10d):
             patch(module, "split_group", self._split_group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -61,6 +62,7 @@ def main() -> None:
     Exit status: 0 good; 2 usage; 3 structure mismatch; 4 values diverged; 5 trace unusable;
     6 communication RankLens cannot stand in for; else the program's own.
     """
+    _open_closed_streams()
     # our own logger alone: the root logger is the program's to configure
     logger = logging.getLogger("ranklens")
     if not logger.handlers:
@@ -69,3 +71,17 @@ def main() -> None:
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         logger.propagate = False
+
+
+def _open_closed_streams() -> None:
+    """Give a command that was started with stdin, stdout or stderr closed (``>&-``) an empty one: the
+    next pipe would get its number, and what is meant for the pipe would be taken for output."""
+    for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number: fd
+        if getattr(sys, name) is None:
+            stream = open(fd, mode, closefd=False)  # noqa: SIM115 as long as the process
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)

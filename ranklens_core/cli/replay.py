@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 @trace_argument
 @click.option("--rank", type=int, required=True, metavar="R", help="The rank to run.")
 @click.option(
-    "--task", default="debug", show_default=True, metavar="debug|structure", help="What the replay is for."
+    "--task",
+    default="debug",
+    show_default=True,
+    metavar="debug|profile|structure",
+    help="What the replay is for.",
 )
 @click.option(
     "--on-mismatch",
