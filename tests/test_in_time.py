@@ -1,0 +1,196 @@
+"""Delivery in time, exact with a manual clock: late, early and equal survivors of a pair of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from fake_world import fake_world
+
+from ranklens_core.c10d.call import Call, Proceed
+from ranklens_core.c10d.groups import Groups
+from ranklens_core.c10d.interpose import install
+from ranklens_core.c10d.signature import Signatures
+from ranklens_core.c10d.work import FINISHED, Handles
+from ranklens_core.clock import ManualClock
+from ranklens_core.completion.cpu import CpuEngine
+from ranklens_core.delivery import TimeSource
+from ranklens_core.in_time import InTime
+from ranklens_core.schema import CallRecord, CallRow, CompletionRow, Phase
+from ranklens_core.timing.arrival import Anchor, ArrivalTimer, Basis
+
+
+class Timer(ArrivalTimer):
+    """Times written down by hand: entry -> (anchors, transfer)."""
+
+    def __init__(self, entries: dict[int, tuple[tuple[Anchor, ...], int]]) -> None:
+        self.rank = 0
+        self._transfer_ns = [entries[entry][1] for entry in sorted(entries)]
+        self._anchors = [entries[entry][0] for entry in sorted(entries)]
+        self._basis = [int(Basis.RECORDED)] * len(entries)
+
+
+def record_of(entry: int, call: Call, signatures: Signatures) -> CallRecord:
+    row = CallRow(
+        entry=entry,
+        signature=0,
+        seq_id=entry,
+        step=0,
+        phase=Phase.STEP,
+        training=True,
+        batch=-1,
+        enqueue_ns=0,
+        start_ns=0,
+        compute_ns=0,
+        compute_cpu_ns=0,
+        in_addresses=(),
+    )
+    end = CompletionRow(entry=entry, end_ns=1, return_ns=1, src_rank=-1, out_addresses=(), error="")
+    return CallRecord(rank=0, signature=signatures.of(call).signature, row=row, completion=end)
+
+
+class Answers:
+    """A handler that fills every call with its entry number, delivered by ``InTime``."""
+
+    def __init__(self, delivery: InTime, signatures: Signatures) -> None:
+        self.delivery = delivery
+        self.signatures = signatures
+        self.handles = Handles()
+        self.entry = -1
+
+    def handle(self, call: Call, proceed: Proceed) -> object:
+        self.entry += 1
+        entry = self.entry
+        interned = self.signatures.of(call)
+        record = record_of(entry, call, self.signatures)
+        fill = lambda: call.outputs[0].detach().fill_(100 + entry)  # noqa: E731
+        work = self.delivery.deliver(call, interned, record, fill)
+        assert work is not None
+        return work if work is FINISHED else self.handles.track(work, entry)
+
+    def on_wait(self, work: dist.Work, wait: object) -> object:
+        self.delivery.before_wait(work)
+        return wait()  # type: ignore[operator]
+
+    def on_wait_tensor(self, tensor: torch.Tensor, wait: object) -> object:
+        return wait()  # type: ignore[operator]
+
+    def start_batch(self, pg: object) -> None: ...
+
+    def end_batch(self, pg: object, proceed: Proceed) -> object:
+        return proceed()
+
+
+class Stage:
+    """A fake world of two whose calls are timed by hand."""
+
+    def __init__(self, entries: dict[int, tuple[tuple[Anchor, ...], int]]) -> None:
+        self.clock = ManualClock(1000)
+        self.engine = CpuEngine(self.clock, threaded=False)
+        self.delivery = InTime(self.engine, self.clock, Timer(entries), None, exact=True)
+        self.groups = Groups(lambda _: None)
+        signatures = Signatures(self.groups, None, lambda _: None)
+        self.interposer = install(Answers(self.delivery, signatures))  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        self.interposer.remove()
+        self.groups.close()
+        self.delivery.close()
+
+
+@pytest.fixture
+def stages() -> Iterator[list[Stage]]:
+    made: list[Stage] = []
+    with fake_world(0, 2):
+        yield made
+        for stage in made:
+            stage.close()
+
+
+FIRST = ((), 10)
+"""A call that depends on nobody and takes 10 ns."""
+
+
+@pytest.mark.parametrize(
+    ("compute_ns", "ends_ns"),
+    [
+        # the peer comes 50 ns after the end of the first call (1010), the transfer takes 7
+        (50, 1010 + 50 + 7),  # as recorded: both come at 1060
+        (20, 1010 + 50 + 7),  # early: waits 30 more for the peer
+        (80, 1010 + 80 + 7),  # late: the peer waits
+    ],
+)
+def test_early_equal_and_late_survivors(stages: list[Stage], compute_ns: int, ends_ns: int) -> None:
+    stage = Stage({0: FIRST, 1: ((Anchor(0, True, 50),), 7)})
+    stages.append(stage)
+    value = torch.zeros(2)
+    dist.all_reduce(value)
+    assert stage.clock.now_ns() == 1010
+    stage.clock.advance(compute_ns)
+    dist.all_reduce(value)
+    assert stage.clock.now_ns() == ends_ns
+    assert value.tolist() == [101, 101]
+    assert stage.delivery.times == {TimeSource.RECORDED: 2}
+
+
+def test_an_asynchronous_result_arrives_in_its_time(stages: list[Stage]) -> None:
+    stage = Stage({0: FIRST})
+    stages.append(stage)
+    value = torch.zeros(2)
+    work = dist.all_reduce(value, async_op=True)
+    stage.clock.advance(9)
+    stage.engine.run_due()
+    assert (work.is_completed(), value.tolist()) == (False, [0, 0])
+    stage.clock.advance(1)
+    stage.engine.run_due()
+    assert (work.is_completed(), value.tolist()) == (True, [100, 100])
+    work.wait()
+    assert stage.clock.now_ns() == 1010
+
+
+def test_waiting_ends_when_the_result_arrives(stages: list[Stage]) -> None:
+    stage = Stage({0: FIRST})
+    stages.append(stage)
+    value = torch.zeros(2)
+    seen: list[list[float]] = []
+    work = dist.all_reduce(value, async_op=True)
+    work.get_future().add_done_callback(lambda _: seen.append(value.tolist()))
+    work.wait()
+    assert (stage.clock.now_ns(), seen) == (1010, [[100, 100]])
+    work.wait()
+    assert stage.clock.now_ns() == 1010
+
+
+def test_overlapped_compute_hides_the_transfer(stages: list[Stage]) -> None:
+    stage = Stage({0: ((), 30)})
+    stages.append(stage)
+    work = dist.all_reduce(torch.zeros(2), async_op=True)
+    stage.clock.advance(45)
+    work.wait()
+    assert stage.clock.now_ns() == 1045
+
+
+def test_a_call_held_for_one_that_comes_after_it(stages: list[Stage]) -> None:
+    # the peer came to call 0 only 5 ns after call 1 had ended, which was issued while call 0 was in flight
+    stage = Stage({0: ((Anchor(1, True, 5),), 2), 1: ((), 20)})
+    stages.append(stage)
+    first, second = torch.zeros(1), torch.zeros(1)
+    one = dist.all_reduce(first, async_op=True)
+    stage.clock.advance(10)
+    two = dist.all_reduce(second, async_op=True)
+    two.wait()
+    assert (stage.clock.now_ns(), one.is_completed()) == (1030, False)
+    one.wait()
+    assert stage.clock.now_ns() == 1030 + 5 + 2
+    assert (first.item(), second.item()) == (100, 101)
+
+
+def test_closing_leaves_no_call_unanswered(stages: list[Stage]) -> None:
+    stage = Stage({0: ((), 10_000)})
+    stages.append(stage)
+    value = torch.zeros(1)
+    work = dist.all_reduce(value, async_op=True)
+    stage.delivery.close()
+    assert (work.is_completed(), value.item()) == (True, 100)
