@@ -10,6 +10,7 @@ import msgspec
 from ranklens_core.check.structure import Mismatch
 from ranklens_core.check.values import Divergence
 from ranklens_core.schema import EnvironmentItem
+from ranklens_core.text import printable
 
 VERDICT_VERSION = 1
 
@@ -139,7 +140,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         lines.extend(
             f"{'next' if index == 0 else '':<{W}}{command}" for index, command in enumerate(next_commands)
         )
-        return "\n".join(lines)
+        return printable("\n".join(lines))
 
     def _headline(self) -> str:
         versions = ", ".join(f"{item.name} {item.value}" for item in self.versions)

@@ -10,7 +10,7 @@ CORE = "ranklens_core"
 ADAPTERS = ("ranklens_deepspeed", "ranklens_megatron")
 
 FLOORS: list[list[str]] = [
-    ["errors", "schema", "clock", "patches", "leaving", "hash_seed", "configs_dir", "import_hook"],
+    ["errors", "schema", "clock", "text", "patches", "leaving", "hash_seed", "configs_dir", "import_hook"],
     ["trace", "c10d", "steps"],
     ["completion", "timing", "check"],
     ["task", "matching", "delivery", "in_time", "recorded_failure", "recorder", "replayer", "analysis"],

@@ -299,3 +299,10 @@ def test_a_full_disk_ends_the_recording_not_the_job(tmp_path: Path) -> None:
     assert (result.returncode, result.stdout) == (0, "done\ndone\n")
     assert "File too large" in result.stderr
     assert ranklens("verify", str(out)).returncode == 5
+
+
+def test_a_program_that_communicates_nothing_is_told_of(tmp_path: Path) -> None:
+    program = tmp_path / "alone.py"
+    program.write_text("print('alone')\n")
+    result = ranklens("record", "--nproc", "2", "--out", str(tmp_path / "trace"), "--", str(program))
+    assert (result.returncode, "no call was recorded" in result.stderr) == (0, True)

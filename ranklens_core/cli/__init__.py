@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from ranklens_core.errors import RankLensError
+from ranklens_core.text import printable
 
 VERBS = {
     "record": "Record a distributed job: every rank's calls, and results of chosen ranks.",
@@ -44,7 +45,7 @@ class _Verbs(click.Group):
         try:
             return super().main(args, *rest, **more)
         except RankLensError as error:
-            click.echo(f"ranklens: {error}", err=True)
+            click.echo(f"ranklens: {printable(str(error))}", err=True)
             sys.exit(error.exit_status)
 
 

@@ -10,6 +10,7 @@ import click
 import msgspec
 
 from ranklens_core.cli.options import trace_argument
+from ranklens_core.text import printable
 
 if TYPE_CHECKING:
     from ranklens_core.schema import RankRecord
@@ -27,7 +28,7 @@ def command(trace: Path, as_json: bool) -> None:
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(summary), indent=1).decode())
     else:
-        click.echo(_words(summary))
+        click.echo(printable(_words(summary)))
 
 
 def summarise(trace: Trace, directory: Path) -> dict[str, Any]:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 @click.option(
     "--payload", metavar="all|none|R,...", help="Ranks whose results are kept (default with --nproc: all)."
 )
+@click.option("--pin", is_flag=True, help="With --nproc: keep each rank on a core of its own (in turn).")
 @cpu_option
 @program_argument
 def command(
@@ -49,6 +50,7 @@ def command(
     nproc: int | None,
     steps: tuple[int, int | None] | None,
     payload: str | None,
+    pin: bool,
     cpu: bool,
     program: tuple[str, ...],
 ) -> None:
@@ -65,7 +67,14 @@ def command(
     fix_hash_seed()
     if nproc is not None:
         status = record_local(
-            parsed, out, nproc, "all" if payload is None else payload, steps, cpu=cpu, overwrite=overwrite
+            parsed,
+            out,
+            nproc,
+            "all" if payload is None else payload,
+            steps,
+            pin=pin,
+            cpu=cpu,
+            overwrite=overwrite,
         )
     else:
         if payload is None:
@@ -84,6 +93,7 @@ def record_local(
     payload: str,
     steps: tuple[int, int | None] | None,
     *,
+    pin: bool,
     cpu: bool,
     overwrite: bool,
 ) -> int:
@@ -112,16 +122,29 @@ def record_local(
         raise UsageError(
             f"{out} cannot be used for a trace: {error.strerror or error}. Name another directory with --out."
         ) from error
+
+    def rank_main(rank: int) -> int:
+        if pin:
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, {cores[rank % len(cores)]})
+        return _run_recorded(program, directory, payload, steps, run)
+
     with cpu_cuda_context(cpu_cuda):
         result = run_local(
             nproc,
-            lambda rank: _run_recorded(program, directory, payload, steps, run),
+            rank_main,
             preimport=[*imports, "ranklens_core.session"],
         )
     if result.first_failure is not None:
         click.echo(f"ranklens: {result.first_failure.describe()}", err=True)
     trace = open_trace(directory)
     click.echo(f"ranklens: recorded {len(trace.ranks)} of {nproc} ranks in {out}", err=True)
+    if result.status == 0 and not any(trace.rank(rank).calls.num_rows for rank in trace.ranks):
+        click.echo(
+            "ranklens: no call was recorded: the program made no communication in the processes that "
+            "RankLens started (it may have started ranks of its own: run it under torchrun instead).",
+            err=True,
+        )
     return result.status
 
 

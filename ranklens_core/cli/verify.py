@@ -9,6 +9,7 @@ import click
 
 from ranklens_core.cli.options import trace_argument
 from ranklens_core.errors import TraceError
+from ranklens_core.text import printable
 
 
 @click.command()
@@ -19,7 +20,7 @@ def command(trace: Path) -> None:
 
     report = verify(trace)
     for problem in report.problems:
-        click.echo(str(problem))
+        click.echo(printable(str(problem)))
     if not report.ok:
         click.echo(f"{trace}: {len(report.problems)} problems", err=True)
         sys.exit(TraceError.exit_status)
