@@ -118,6 +118,19 @@ class RankTrace:
             )
         return self.values.get(address)
 
+    def warm(self, max_bytes: int) -> int:
+        """Read and check values, up to ``max_bytes`` of them, in the order they were recorded.
+
+        Later ``payload`` calls then find them in memory: a replay that keeps time must not wait for
+        the disk. Returns the bytes read; raises as ``payload`` does.
+        """
+        read_bytes = 0
+        for address in self.values.addresses():
+            if read_bytes >= max_bytes:
+                break
+            read_bytes += self.payload(address).nbytes
+        return read_bytes
+
     def data(self, name: str) -> memoryview | None:
         """All bytes of a file of this rank; None if it is not there."""
         return self._files.data(f"{self.directory}/{name}")
