@@ -32,7 +32,13 @@ class Delivery(Protocol):
 
     times: Counter[str]
 
-    def deliver(self, call: Call, interned: Interned, record: CallRecord | None, fill: Fill) -> Work | None:
+    def enter(self) -> int:
+        """The program makes a call now: the time that ``deliver`` is to be given, in ns."""
+        ...
+
+    def deliver(
+        self, call: Call, interned: Interned, record: CallRecord | None, fill: Fill, entered_ns: int
+    ) -> Work | None:
         """The Work of ``call``, None where it has none. ``record`` is None for a call without one."""
         ...
 
@@ -57,7 +63,13 @@ class AtOnce:
     def close(self) -> None:
         """Nothing is left over."""
 
-    def deliver(self, call: Call, interned: Interned, record: CallRecord | None, fill: Fill) -> Work | None:
+    def enter(self) -> int:
+        """No time is kept."""
+        return 0
+
+    def deliver(
+        self, call: Call, interned: Interned, record: CallRecord | None, fill: Fill, entered_ns: int
+    ) -> Work | None:
         """See ``Delivery``."""
         self.times[TimeSource.NONE] += 1
         fill()

@@ -29,6 +29,16 @@ Transfer = Callable[[Call, Interned], int]
 _TIMED = (Basis.RECORDED, Basis.PEERS_ASSUMED_BINDING)
 
 
+def _recorders_own(record: CallRecord | None) -> tuple[int, int]:
+    """What the recorder did around a call, in ns: before it (addressing inputs) and, if it blocked, after
+    it (keeping results). It is part of the recorded pace, that of all ranks, and so of the replayed one.
+    """
+    if record is None or record.completion is None:
+        return 0, 0
+    row, end = record.row, record.completion
+    return row.start_ns - row.enqueue_ns, max(0, end.return_ns - end.end_ns) if end.return_ns else 0
+
+
 class _Held:
     """An asynchronous call whose due time depends on calls that the program has yet to make."""
 
@@ -70,16 +80,26 @@ class InTime:
         self._failure: Exception | None = None
         self.times: Counter[str] = Counter()
 
-    def deliver(self, call: Call, interned: Interned, record: CallRecord | None, fill: Fill) -> Work | None:
+    def enter(self) -> int:
+        """See ``Delivery``."""
+        return self._now_ns()
+
+    def deliver(
+        self, call: Call, interned: Interned, record: CallRecord | None, fill: Fill, entered_ns: int
+    ) -> Work | None:
         """See ``Delivery``."""
         if self._failure is not None:
             raise self._failure
+        before_ns, after_ns = _recorders_own(record)
+        if before_ns > self._now_ns() - entered_ns:
+            self._engine.sleep_until(entered_ns + before_ns)
         arrival_ns = self._now_ns()
         entry = record.row.entry if record is not None else -1
         due_ns = self._due(call, interned, entry, arrival_ns)
         if due_ns is not None and not call.is_async:
             self._engine.sleep_until(due_ns)
             fill()
+            self._engine.sleep_until(due_ns + after_ns)
             return None if call.operator.returns is Returns.NOTHING else FINISHED
         return self._asynchronous(call, record, fill, entry, arrival_ns, due_ns)
 

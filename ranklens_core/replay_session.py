@@ -22,7 +22,6 @@ from ranklens_core.timing.binding import bind
 from ranklens_core.trace import Trace
 from ranklens_core.verdict import Verdict
 
-
 WARM_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
 """How much of a trace's values is read before a replay that keeps time: a quarter of the memory."""
 

@@ -73,6 +73,7 @@ class Replayer:
         """Answer ``call``; ``proceed`` is never used: there is nobody to talk to."""
         if self.fatal is not None:
             raise self.fatal
+        entered_ns = self.delivery.enter()
         try:
             interned, record = self._find(call)
             fill = self._filling(call, record)
@@ -82,7 +83,7 @@ class Replayer:
         if record is not None and fill is None:
             return self._handles.track(self._failures.fail(call, record), self.replayed)
         assert fill is not None
-        work = self.delivery.deliver(call, interned, record, fill)
+        work = self.delivery.deliver(call, interned, record, fill, entered_ns)
         if work is None or work is FINISHED:
             return work
         return self._handles.track(work, self.replayed)
