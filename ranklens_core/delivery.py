@@ -26,6 +26,8 @@ class TimeSource(StrEnum):
     ESTIMATED = "estimated"
     NONE = "none"
 
+    __hash__ = str.__hash__  # Enum's own, in Python, is slow for what every call counts by
+
 
 class Delivery(Protocol):
     """Answers a call whose result is known. ``times`` counts calls by ``TimeSource``."""
@@ -80,9 +82,9 @@ def finished(call: Call, record: CallRecord | None) -> Work | None:
     """The Work of a call whose outputs are written."""
     if call.operator.returns is Returns.NOTHING:
         return None
+    if not call.is_async and call.device_type == "cpu":
+        return FINISHED
     if call.operator.name == "recv_any_source_":
         source = record.completion.src_rank if record and record.completion else 0
         return AnySourceWork(lambda _: source, lambda: True)
-    if not call.is_async and call.device.type == "cpu":
-        return FINISHED
     return completed_work(call.result, call.device)

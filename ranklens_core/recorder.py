@@ -128,7 +128,7 @@ class Recorder:
                 return work
             if call.operator.name == "recv_any_source_":
                 return self._any_source(entry, outputs, work)
-            if not call.is_async and call.device.type == "cpu":
+            if not call.is_async and call.device_type == "cpu":
                 # the caller waits at once anyway: waiting here saves a hop over another thread
                 ORIGINAL_WAIT(work)
                 self._finish(entry, outputs, blocked=True)

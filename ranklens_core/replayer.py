@@ -55,6 +55,7 @@ class Replayer:
         self._trace = trace
         self._matcher = matcher
         self._task = task
+        self._restores = task.result is Result.RECORDED
         self._signatures = signatures
         self._sites = sites
         self._steps = steps
@@ -124,12 +125,12 @@ class Replayer:
 
     def _filling(self, call: Call, record: CallRecord | None) -> Fill | None:
         """What writes the call's outputs; None where it failed when it was recorded."""
-        if record is None or self._task.result is Result.SYNTHESISED or self._lacks_values(call, record):
+        if record is None or not self._restores or self._lacks_values(call, record):
             self.provenance[Result.SYNTHESISED] += 1
             return lambda: self._synthesiser.fill(call)
         assert self._trace is not None
+        self.provenance[Result.RECORDED] += 1
         if was_survived(record, self._trace.record):
-            self.provenance[Result.RECORDED] += 1
             return None
         return self._restoring(call, record)
 
@@ -177,17 +178,16 @@ class Replayer:
                 f"{describe(record.signature)}. Record again with --payload {record.rank}, or ask for "
                 "--task structure."
             )
-        values = [trace.payload(address) for address in completion.out_addresses]
-        for tensor, value in zip(call.outputs, values, strict=True):
-            if tensor.layout is torch.strided and tensor.nbytes != len(value):
+        outputs, values = call.outputs, [trace.payload(address) for address in completion.out_addresses]
+        for tensor, value in zip(outputs, values, strict=True):
+            if tensor.layout is torch.strided and tensor.nbytes != value.nbytes:
                 raise damaged(
                     trace.path,
-                    f"a result of {describe(record.signature)} has {len(value)} bytes, not {tensor.nbytes}",
+                    f"a result of {describe(record.signature)} has {value.nbytes} bytes, not {tensor.nbytes}",
                 )
-        self.provenance[Result.RECORDED] += 1
 
         def restore() -> None:
-            for tensor, value in zip(call.outputs, values, strict=True):
+            for tensor, value in zip(outputs, values, strict=True):
                 write_bytes(tensor, value)
 
         return restore

@@ -14,6 +14,8 @@ class Result(StrEnum):
     RECORDED = "recorded"
     SYNTHESISED = "synthesised"
 
+    __hash__ = str.__hash__  # Enum's own, in Python, is slow for what every call counts by
+
 
 class OnMismatch(StrEnum):
     """What a call does that the trace does not have at its place."""
