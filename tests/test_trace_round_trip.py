@@ -28,6 +28,7 @@ from ranklens_core.schema import (
 from ranklens_core.trace import content_address, open_trace, verify
 from ranklens_core.trace.files import open_new
 from ranklens_core.trace.payload import ALIGNMENT, PayloadWriter
+from ranklens_core.trace.staging import Staging
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
@@ -228,7 +229,9 @@ def test_more_rows_than_a_flush_takes(tmp_path: Path) -> None:
 
 def test_payload_files_roll(tmp_path: Path) -> None:
     writer = PayloadWriter(tmp_path, open_new, roll_at_bytes=128)
-    rows = [writer.append(bytes([number]) * 16, bytes([number]) * 100) for number in range(4)]
+    rows = [
+        writer.append(bytes([number]) * 16, Staging(0).copy(bytes([number]) * 100)) for number in range(4)
+    ]
     writer.flush()
     writer.close()
     assert [(row.file, row.offset) for row in rows] == [(0, 0), (0, 128), (1, 0), (1, 128)]

@@ -13,6 +13,7 @@ from ranklens_core.trace.blockfile import BlockFile
 from ranklens_core.trace.files import Data, Opener
 from ranklens_core.trace.layout import payload_file
 from ranklens_core.trace.problem import damaged
+from ranklens_core.trace.staging import Staged
 
 ROLL_AT_BYTES = 1 << 30
 """A payload file that has reached this size is followed by the next."""
@@ -49,19 +50,22 @@ class PayloadWriter:
         self._number = -1
         self._offset = 0
 
-    def append(self, address: bytes, data: Data) -> ValueRow:
-        """Write ``data``; the row says where. It is on disk after ``flush``. OSError if the disk refuses."""
+    def append(self, address: bytes, data: Staged) -> ValueRow:
+        """Write a value; the row says where. It is on disk after ``flush``. OSError if the disk refuses."""
         if self._file is None or self._offset >= self._roll_at_bytes:
             self._roll()
         assert self._file is not None
-        padding = -self._offset % ALIGNMENT
-        if padding:
+        if data.blocks:
+            self.flush()
+            begin = self._offset
+            self._offset += data.nbytes + self._file.write_blocks(data.blocks, data.nbytes)
+        else:
+            padding = -self._offset % ALIGNMENT
             self._file.write(bytes(padding))
-        self._file.write(data)
-        begin = self._offset + padding
-        nbytes = memoryview(data).nbytes
-        self._offset = begin + nbytes
-        return ValueRow(address=address, file=self._number, offset=begin, nbytes=nbytes)
+            self._file.write(data.small)
+            begin = self._offset + padding
+            self._offset = begin + data.nbytes
+        return ValueRow(address=address, file=self._number, offset=begin, nbytes=data.nbytes)
 
     def flush(self) -> None:
         """Bring all values to the disk. OSError if it refuses."""
