@@ -32,7 +32,7 @@ class Timer(ArrivalTimer):
         self._basis = [int(Basis.RECORDED)] * len(entries)
 
 
-def record_of(entry: int, call: Call, signatures: Signatures) -> CallRecord:
+def record_of(entry: int, call: Call, signatures: Signatures, delayed_ns: int = 0) -> CallRecord:
     row = CallRow(
         entry=entry,
         signature=0,
@@ -45,7 +45,7 @@ def record_of(entry: int, call: Call, signatures: Signatures) -> CallRecord:
         start_ns=0,
         compute_ns=0,
         compute_cpu_ns=0,
-        in_addresses=(),
+        delayed_ns=delayed_ns,
     )
     end = CompletionRow(entry=entry, end_ns=1, return_ns=1, src_rank=-1, out_addresses=(), error="")
     return CallRecord(rank=0, signature=signatures.of(call).signature, row=row, completion=end)
@@ -59,12 +59,13 @@ class Answers:
         self.signatures = signatures
         self.handles = Handles()
         self.entry = -1
+        self.delayed_ns = 0
 
     def handle(self, call: Call, proceed: Proceed) -> object:
         self.entry += 1
         entry = self.entry
         interned = self.signatures.of(call)
-        record = record_of(entry, call, self.signatures)
+        record = record_of(entry, call, self.signatures, self.delayed_ns)
         fill = lambda: call.outputs[0].detach().fill_(100 + entry)  # noqa: E731
         work = self.delivery.deliver(call, interned, record, fill, self.delivery.enter())
         assert work is not None
@@ -92,7 +93,8 @@ class Stage:
         self.delivery = InTime(self.engine, self.clock, Timer(entries), None, exact=True)
         self.groups = Groups(lambda _: None)
         signatures = Signatures(self.groups, None, lambda _: None)
-        self.interposer = install(Answers(self.delivery, signatures))  # type: ignore[arg-type]
+        self.answers = Answers(self.delivery, signatures)
+        self.interposer = install(self.answers)  # type: ignore[arg-type]
 
     def close(self) -> None:
         self.interposer.remove()
@@ -194,3 +196,16 @@ def test_closing_leaves_no_call_unanswered(stages: list[Stage]) -> None:
     work = dist.all_reduce(value, async_op=True)
     stage.delivery.close()
     assert (work.is_completed(), value.item()) == (True, 100)
+
+
+def test_time_that_other_threads_took_from_the_recorded_one_is_kept(stages: list[Stage]) -> None:
+    """Between two calls the recorded thread waited 500 ns for a core, this one 100: 400 are missing."""
+    stage = Stage({0: FIRST, 1: FIRST})
+    stages.append(stage)
+    tensor = torch.zeros(1)
+    dist.all_reduce(tensor)
+    assert stage.clock.now_ns() == 1010
+    stage.clock.delay_ns += 100
+    stage.answers.delayed_ns = 500
+    dist.all_reduce(tensor)
+    assert stage.clock.now_ns() == 1010 + 400 + 10
