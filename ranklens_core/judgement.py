@@ -74,7 +74,7 @@ def make_verdict(
     error: BaseException | None,
 ) -> Verdict:
     """The verdict of a run; ``matcher`` and ``record`` are None for an emulation."""
-    status, message = judge(replayer, matcher, len(lone.steps.done), lone.stuck or error)
+    status, message = judge(replayer, matcher, len(lone.steps.done), lone.refused or error)
     steps = _steps(lone.steps.done, record.steps if record else (), timed=task.keeps_time)
     return Verdict(
         version=VERDICT_VERSION,

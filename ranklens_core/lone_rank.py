@@ -18,6 +18,7 @@ from ranklens_core.c10d.site import Sites
 from ranklens_core.c10d.world import OneRankWorld, let_fake_groups_coalesce
 from ranklens_core.clock import Clock
 from ranklens_core.errors import UnsupportedError
+from ranklens_core.leaving import before_exec
 from ranklens_core.patches import Patches
 from ranklens_core.place import check_place
 from ranklens_core.printed import PrintedMetrics
@@ -33,8 +34,9 @@ class LoneRank:
     """Installs everything but the replayer; ``start`` does that, ``undo`` takes all of it back.
 
     ``local_world_size`` is how many ranks the job has on this rank's host; ``backend`` is the real
-    job's, ``""`` if unknown. ``stuck`` is the error of a program that waited for a peer by a Store until it
-    was stopped. Raises ``UsageError`` if the environment or torch.distributed is taken.
+    job's, ``""`` if unknown. ``refused`` is the error of what the program did that nobody can stand in
+    for (wait for a peer's word in a Store, replace itself), also where it caught that error. Raises
+    ``UsageError`` if the environment or torch.distributed is taken.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class LoneRank:
         self.made: list[GroupRecord] = []
         self.printed: list[Printed] = []
         self.frameworks: frozenset[str] = frozenset()
-        self.stuck: UnsupportedError | None = None
+        self.refused: UnsupportedError | None = None
         self._replayer: Replayer | None = None
         check_place(os.environ, rank, world_size)
         try:
@@ -61,9 +63,10 @@ class LoneRank:
             # where a call was made is looked up only for the messages that need it
             self.sites = Sites(TIMER_FILES)
             patience = Patience(
-                clock=clock, progress=self._progress, site=self._program_site, on_stuck=self._keep_stuck
+                clock=clock, progress=self._progress, site=self._program_site, on_stuck=self._keep_refused
             )
             self.patches.on_undo(OneRankWorld(rank, world_size, patience).remove)
+            before_exec(self.patches, self._refuse_exec)
             let_fake_groups_coalesce(self.patches, backend)
             self.groups = Groups(self.made.append)
             self.patches.on_undo(self.groups.close)
@@ -97,8 +100,20 @@ class LoneRank:
         site = self.sites.find()
         return site.program_site or site.site
 
-    def _keep_stuck(self, error: UnsupportedError) -> None:
-        self.stuck = error
+    def _keep_refused(self, error: UnsupportedError) -> None:
+        self.refused = error
+
+    def _refuse_exec(self, what: str) -> None:
+        site = self._program_site()
+        self._keep_refused(
+            UnsupportedError(
+                f"The program replaces itself by {what}{f' at {site}' if site else ''}: what it becomes "
+                "would run outside the replay. Do first what it starts over for (often a variable: set it "
+                "before the replay), so that it need not."
+            )
+        )
+        assert self.refused is not None
+        raise self.refused
 
     def _name_roles(self, roles: dict[ProcessGroup, str]) -> None:
         by_key = {self.groups.key_of(pg): role for pg, role in roles.items()}

@@ -19,7 +19,7 @@ from ranklens_core.c10d.signature import Signatures
 from ranklens_core.c10d.site import Sites
 from ranklens_core.clock import Clock, MonotonicClock
 from ranklens_core.errors import UsageError
-from ranklens_core.leaving import before_exit
+from ranklens_core.leaving import before_exec, before_exit
 from ranklens_core.patches import Patches
 from ranklens_core.place import RankEnvironment
 from ranklens_core.printed import PrintedMetrics
@@ -94,6 +94,7 @@ class RecordSession:
         self._interposer = install(self.recorder)
         self._patches = Patches()
         before_exit(self._patches, self._last_words)
+        before_exec(self._patches, self._end_before_exec)
 
     def close(self, exit_status: int | None) -> None:
         """Undo everything and finish the trace. ``exit_status`` is the program's, None if unknown."""
@@ -117,6 +118,18 @@ class RecordSession:
         """The program leaves by ``os._exit``, maybe past something that hangs: only the trace is ended."""
         self.writer.close(status)
         return status
+
+    def _end_before_exec(self, what: str) -> None:
+        """The program replaces itself: what it becomes is not recorded, and the trace says so."""
+        reason = f"the program replaced itself by {what}, and what it became was not recorded"
+        log.warning(
+            "%s: the trace of rank %s ends here. Do first what the program starts over for (often a "
+            "variable: set it before the recording), so that it need not.",
+            reason,
+            self.rank,
+        )
+        self.writer.fail(reason)
+        self.writer.close(None)
 
     def _new_signature(self, signature: Signature) -> None:
         self.writer.signature(signature)

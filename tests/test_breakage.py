@@ -335,3 +335,43 @@ def test_no_standard_output_is_nothing_to_watch(monkeypatch: pytest.MonkeyPatch)
     watching = PrintedMetrics(lambda _: pytest.fail("nothing was printed"))
     watching.remove()
     assert sys.stdout is None
+
+
+@pytest.mark.parametrize(
+    "replace",
+    [
+        "os.execv(sys.executable, [sys.executable, *sys.argv])",
+        "os.execvpe('python3', ['python3', *sys.argv], os.environ)",
+        "__import__('posix').execve(sys.executable, [sys.executable, *sys.argv], os.environ)",
+    ],
+)
+def test_a_program_that_replaces_itself_does_not_escape_unseen(
+    replace: str, record: RunProgram, replay: RunProgram, tmp_path: Path
+) -> None:
+    """Here it wants another variable. What a forked child becomes, or what is not there, is no matter."""
+    source = f"""
+if os.fork() == 0: os.execv("/bin/true", ["true"])
+os.wait()
+try: os.execv("/nowhere", ["nowhere"])
+except FileNotFoundError: pass
+dist.all_reduce(torch.ones(2))
+if "AGAIN" not in os.environ:
+    os.environ["AGAIN"] = "1"
+    os.environ["PATH"] = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
+    try:
+        {replace}
+    except Exception: print("swallowed", flush=True)
+"""
+    recorded = record(source)
+    assert recorded.returncode == 0, recorded.stderr
+    assert "the program replaced itself by os.exec" in recorded.stderr
+    [problem] = open_trace(tmp_path / "trace").missing
+    assert "rank 0 ended early: the program replaced itself by os.exec" in problem.text
+    assert "last entry 0" in problem.text
+    replayed = replay()
+    assert (replayed.returncode, replayed.stdout) == (6, "swallowed\n"), replayed.stderr
+    assert "replaces itself by os.exec" in replayed.stderr
+    assert (
+        f"program.py:{(TRAIN + source).splitlines().index('        ' + replace) + 1} <module>"
+        in replayed.stderr
+    )
