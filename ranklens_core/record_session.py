@@ -15,6 +15,7 @@ from ranklens_core import environment
 from ranklens_core.adapters import TIMER_FILES, Adapters
 from ranklens_core.c10d.groups import Groups
 from ranklens_core.c10d.interpose import install
+from ranklens_core.c10d.meeting import Meeting
 from ranklens_core.c10d.signature import Signatures
 from ranklens_core.c10d.site import Sites
 from ranklens_core.clock import Clock, MonotonicClock
@@ -27,7 +28,14 @@ from ranklens_core.program import Program
 from ranklens_core.recorder import Recorder, Values
 from ranklens_core.schema import OLDEST_READER, TRACE_VERSION, RunRecord, Signature, Step
 from ranklens_core.steps import OptimizerSteps, Steps
-from ranklens_core.trace import RUN_FILE, RankHeader, TraceWriter, prepare_directory, write_run
+from ranklens_core.trace import (
+    RUN_FILE,
+    RankHeader,
+    TraceWriter,
+    prepare_directory,
+    remove_ranks_outside,
+    write_run,
+)
 
 log = logging.getLogger("ranklens")
 
@@ -66,6 +74,8 @@ class RecordSession:
         clock: Clock | None = None,
     ) -> None:
         directory = directory.absolute()  # files are added while the program may change its directory
+        if place.local_rank == 0:
+            remove_ranks_outside(directory, run.world_size, overwrite)
         prepare_directory(directory, overwrite, rank=place.rank)
         clock = clock or MonotonicClock()
         header = RankHeader(
@@ -85,6 +95,7 @@ class RecordSession:
             self.writer.environment(item)
         self.steps = Steps(clock, self._name_roles, self._step_ended)
         self._groups = Groups(self.writer.group)
+        self._meeting = Meeting(self.writer.meeting)
         self.adapters = Adapters(self.steps, strict=False)
         signatures = Signatures(self._groups, Sites(TIMER_FILES), self._new_signature)
         self.recorder = Recorder(self.writer, signatures, self.steps, Values(keep_values, window), clock)
@@ -105,6 +116,7 @@ class RecordSession:
         self._optimizer_steps.remove()
         self._name_roles()
         self.adapters.remove()
+        self._meeting.remove()
         self._groups.close()
         self.writer.close(exit_status)
         if self.writer.failure:

@@ -33,6 +33,7 @@ from ranklens_core.trace.lines import (
     GroupLine,
     HeaderLine,
     Line,
+    MeetingLine,
     PrintedLine,
     RoleLine,
     StepLine,
@@ -127,11 +128,13 @@ def parse_journal(data: memoryview, path: str) -> Iterator[Line | Damage]:
 class RankJournal(msgspec.Struct, frozen=True, kw_only=True):
     """A whole journal: the run, the rank's record, and where each stream's checked bytes are.
 
-    ``time_ns`` is the time of the last line that has one (monotonic clock of the rank's host).
+    ``meeting`` is the id that the job's ranks agreed on, empty if they did not meet. ``time_ns`` is the time
+    of the last line that has one (monotonic clock of the rank's host).
     """
 
     run: RunRecord
     record: RankRecord
+    meeting: str
     ranges: dict[Stream, tuple[ByteRange, ...]]
     time_ns: int
 
@@ -175,9 +178,11 @@ def summarise(lines: Sequence[Line], path: str) -> RankJournal:
     environment: list[EnvironmentItem] = []
     printed: list[Printed] = []
     ranges: dict[Stream, list[ByteRange]] = {stream: [] for stream in Stream}
-    failure, end, time_ns = "", None, start.header.monotonic_ns
+    meeting, failure, end, time_ns = "", "", None, start.header.monotonic_ns
     for line in rest:
         match line:
+            case MeetingLine():
+                meeting = line.id
             case GroupLine(group=group):
                 if start.header.rank not in group.ranks:
                     raise damaged(path, f"rank {start.header.rank} is not in its own group {group.key}")
@@ -215,6 +220,7 @@ def summarise(lines: Sequence[Line], path: str) -> RankJournal:
     return RankJournal(
         run=start.run,
         record=record,
+        meeting=meeting,
         ranges={stream: tuple(parts) for stream, parts in ranges.items()},
         time_ns=time_ns,
     )

@@ -35,6 +35,7 @@ from ranklens_core.trace.lines import (
     GroupLine,
     HeaderLine,
     Line,
+    MeetingLine,
     PrintedLine,
     RankHeader,
     RoleLine,
@@ -166,6 +167,10 @@ class TraceWriter:
                 self._wake()
 
     # Lines of the journal.
+
+    def meeting(self, meeting_id: str) -> None:
+        """Record the id that the ranks of the job agreed on."""
+        self._put(MeetingLine(id=meeting_id))
 
     def group(self, group: GroupRecord) -> None:
         """Record a group that was made."""
