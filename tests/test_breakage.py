@@ -375,3 +375,29 @@ if "AGAIN" not in os.environ:
         f"program.py:{(TRAIN + source).splitlines().index('        ' + replace) + 1} <module>"
         in replayed.stderr
     )
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "why"),
+    [
+        ("dist.all_reduce(torch.ones(2))", (), "the program made no training step"),
+        (
+            "dist.all_reduce = lambda gradient: dist.broadcast(torch.ones(1, dtype=torch.int64), 0)\ntrain()",
+            (),
+            "no call inside a training step moves floating-point numbers",
+        ),
+        ("train()", ("--steps", "5:"), "the recorded window, --steps 5:, has no training call"),
+        ("train()", (), ""),
+    ],
+)
+def test_a_good_verdict_says_where_it_compared_nothing(
+    source: str, options: tuple[str, ...], why: str, record: RunProgram, replay: RunProgram, tmp_path: Path
+) -> None:
+    assert record(source, *options).returncode == 0
+    replayed = replay("--verdict", "verdict.json")
+    assert replayed.returncode == 0, replayed.stderr
+    assert (f"no input was compared: {why}" in replayed.stderr) is bool(why), replayed.stderr
+    values = json.loads((tmp_path / "verdict.json").read_text())["values"]
+    assert (values["compared"], values["why_none"].startswith(why)) == (0 if why else CALLS, True)
+    assert bool(values["why_none"]) is bool(why)
+    assert "no input was compared: --task structure compares none" in replay("--task", "structure").stderr
