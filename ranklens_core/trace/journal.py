@@ -15,6 +15,7 @@ import xxhash
 
 from ranklens_core.errors import TraceDamagedError, TraceIncompleteError
 from ranklens_core.schema import (
+    NO_STEP,
     TRACE_VERSION,
     EnvironmentItem,
     GroupRecord,
@@ -38,6 +39,7 @@ from ranklens_core.trace.lines import (
     RoleLine,
     StepLine,
 )
+from ranklens_core.trace.plausible import group_problem, step_problem
 from ranklens_core.trace.problem import damaged
 from ranklens_core.trace.runfile import DECODE_ERRORS, decode_run
 from ranklens_core.trace.streams import ByteRange, Stream
@@ -172,6 +174,9 @@ def summarise(lines: Sequence[Line], path: str) -> RankJournal:
     if not isinstance(start, HeaderLine) or any(isinstance(line, HeaderLine) for line in rest):
         raise damaged(path, "its header is not its first line")
 
+    window = start.header.value_steps
+    if window is not None and (window[0] < 0 or (window[1] is not None and window[1] <= window[0])):
+        raise damaged(path, f"it has values of the steps {window[0]}:{window[1]}")
     groups: dict[str, GroupRecord] = {}
     roles: dict[str, str] = {}
     steps: list[Step] = []
@@ -184,12 +189,16 @@ def summarise(lines: Sequence[Line], path: str) -> RankJournal:
             case MeetingLine():
                 meeting = line.id
             case GroupLine(group=group):
-                if start.header.rank not in group.ranks:
-                    raise damaged(path, f"rank {start.header.rank} is not in its own group {group.key}")
+                problem = group_problem(group, start.header.rank, start.run.world_size)
+                if problem:
+                    raise damaged(path, problem)
                 groups[group.key] = group
             case RoleLine(key=key, role=role):
                 roles[key] = role
             case StepLine(step=step):
+                problem = step_problem(step, steps[-1].index if steps else NO_STEP)
+                if problem:
+                    raise damaged(path, problem)
                 steps.append(step)
             case EnvironmentLine(item=fact):
                 environment.append(fact)

@@ -74,11 +74,18 @@ def _read_run(files: TraceFiles, names: list[str], found: list[int]) -> RunRecor
             f"{files.path} is no trace: it has neither {RUN_FILE} nor {rank_directory(0)}. Name the "
             "directory that ranklens record wrote (--out)."
         )
+    unusable: TraceError | None = None
     for rank in found:
         try:
             return _read_journal(files, rank).run
         except TraceIncompleteError:
             continue  # that rank died before its first line; the next one says the same
+        except TraceVersionError:
+            raise
+        except TraceError as error:
+            unusable = unusable or error
+    if unusable is not None:
+        raise unusable
     raise TraceFormatError(
         f"{files.path} holds no recording: its ranks died before they began. Record again."
     )
