@@ -36,8 +36,12 @@ from ranklens_core.trace import (
     remove_ranks_outside,
     write_run,
 )
+from ranklens_core.trace.writer import FLUSH_INTERVAL_S
 
 log = logging.getLogger("ranklens")
+
+LINGER_NS = int((FLUSH_INTERVAL_S + 0.1) * 1e9)
+"""How long a rank that failed stays: a flush of the others, and time to write it."""
 
 
 def describe_run(program: Program | None, world_size: int, *, cpu_cuda: bool, run_id: str = "") -> RunRecord:
@@ -90,6 +94,7 @@ class RecordSession:
         )
         if place.rank == 0:
             _write_run_file(directory, run)  # over one that is there: it may be of an overwritten trace
+        self._clock, self._world_size = clock, run.world_size
         self.writer = TraceWriter(directory, run, header, clock=clock)
         for item in environment.capture():
             self.writer.environment(item)
@@ -122,6 +127,15 @@ class RecordSession:
         if self.writer.failure:
             log.error("the trace of rank %s is incomplete: %s", self.rank, self.writer.failure)
 
+    def linger(self) -> None:
+        """The program failed here: stay until the other ranks have flushed.
+
+        When this process ends the launcher ends the others, at once and by a signal that Python does not see
+        while a rank waits for this one in C++. What they did up to now would be lost.
+        """
+        if self._world_size > 1:
+            self._clock.sleep_until(self._clock.now_ns() + LINGER_NS)
+
     @property
     def rank(self) -> int:
         return self.writer.rank
@@ -129,6 +143,8 @@ class RecordSession:
     def _last_words(self, status: int) -> int:
         """The program leaves by ``os._exit``, maybe past something that hangs: only the trace is ended."""
         self.writer.close(status)
+        if status:
+            self.linger()
         return status
 
     def _end_before_exec(self, what: str) -> None:
