@@ -14,11 +14,14 @@ from ranklens_core.judgement import make_verdict
 from ranklens_core.lone_rank import LoneRank
 from ranklens_core.matching import Matcher
 from ranklens_core.replayer import Replayer
-from ranklens_core.schema import RankRecord
+from ranklens_core.schema import RankRecord, Step
+from ranklens_core.step_times import StepTimes
 from ranklens_core.task import OnMismatch, Result, Task
 from ranklens_core.timing.align import join_trace
 from ranklens_core.timing.arrival import ArrivalPlan, ArrivalTimer, plan_arrivals
 from ranklens_core.timing.binding import bind
+from ranklens_core.timing.exposed import recorded_exposed
+from ranklens_core.timing.ranklog import RankLog
 from ranklens_core.trace import Trace
 from ranklens_core.verdict import Verdict
 
@@ -42,6 +45,7 @@ class ReplaySession:
         self._rank_trace = trace.rank(rank)
         self.record: RankRecord = self._rank_trace.record
         self.verdict: Verdict | None = None
+        self._times: StepTimes | None = None
         if task.result is Result.RECORDED and not task.falls_back and not self.record.has_values:
             raise ValuesMissingError(
                 f"Rank {rank} was recorded without values, which --task {task.name} restores. Ranks with "
@@ -61,7 +65,8 @@ class ReplaySession:
             local_world_size=sum(other.host == self.record.host for other in trace.ranks.values()),
             backend=self.record.groups[0].backend if self.record.groups else "",
             clock=clock,
-            on_step_end=lambda _: None,
+            on_step_begin=self._on_step_begin,
+            on_step_end=self._on_step_end,
         )
         try:
             self._matcher = Matcher(
@@ -93,7 +98,26 @@ class ReplaySession:
         tighten_timers()
         engine = CpuEngine(clock)
         self._lone.patches.on_undo(engine.close)
-        return InTime(engine, clock, ArrivalTimer(plan), None, exact=True)
+        delivery = InTime(
+            engine,
+            clock,
+            ArrivalTimer(plan),
+            None,
+            exact=True,
+            groups={group.key: group for group in self.record.groups},
+        )
+        log = RankLog.read(self._rank_trace)
+        recorded = recorded_exposed(log, plan, self.record.steps)
+        self._times = StepTimes(delivery.exposed, recorded, engine.lateness)
+        return delivery
+
+    def _on_step_begin(self) -> None:
+        if self._times is not None:
+            self._times.begin()
+
+    def _on_step_end(self, step: Step) -> None:
+        if self._times is not None:
+            self._times.end(step)
 
     def close(self, error: BaseException | None = None) -> Verdict:
         """Undo everything and judge; ``error`` is what ended the program, None for its own end."""
@@ -107,6 +131,7 @@ class ReplaySession:
             record=self.record,
             differences=self._differences,
             error=error,
+            times=self._times,
         )
         self._rank_trace.close()
         return self.verdict

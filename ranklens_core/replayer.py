@@ -101,6 +101,7 @@ class Replayer:
         failure = self._failures.of_tensor(tensor)
         if failure is not None:
             raise failure
+        self.delivery.before_wait_tensor(tensor)
         return wait()
 
     def start_batch(self, pg: ProcessGroup) -> None:
