@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 
 from ranklens_core import environment
-from ranklens_core.clock import Clock, MonotonicClock
+from ranklens_core.clock import Clock, MonotonicClock, PausableClock
 from ranklens_core.completion.cpu import CpuEngine, tighten_timers
+from ranklens_core.debugger import pause_at_prompts
 from ranklens_core.delivery import AtOnce, Delivery
 from ranklens_core.errors import ValuesMissingError
 from ranklens_core.in_time import InTime
@@ -53,7 +54,7 @@ class ReplaySession:
                 "--task structure."
             )
         groups = {group.key: group for group in self.record.groups}
-        clock = clock or MonotonicClock()
+        clock = PausableClock(clock or MonotonicClock())
         # before the program runs: planning a large trace takes seconds
         plan = _arrivals(trace, rank) if task.keeps_time else None
         if task.keeps_time and self.record.has_values:
@@ -92,12 +93,22 @@ class ReplaySession:
             self._lone.undo()
             raise
 
-    def _delivery(self, clock: Clock, plan: ArrivalPlan | None) -> Delivery:
+    def _delivery(self, clock: PausableClock, plan: ArrivalPlan | None) -> Delivery:
         if plan is None:
             return AtOnce()
         tighten_timers()
         engine = CpuEngine(clock)
         self._lone.patches.on_undo(engine.close)
+
+        def pause() -> None:
+            clock.pause()
+            engine.pause()
+
+        def resume() -> None:
+            clock.resume()
+            engine.resume()
+
+        pause_at_prompts(self._lone.patches, pause, resume)
         delivery = InTime(
             engine,
             clock,
@@ -108,7 +119,7 @@ class ReplaySession:
         )
         log = RankLog.read(self._rank_trace)
         recorded = recorded_exposed(log, plan, self.record.steps)
-        self._times = StepTimes(delivery.exposed, recorded, engine.lateness)
+        self._times = StepTimes(delivery.exposed, recorded, engine.lateness, lambda: clock.lost_ns)
         return delivery
 
     def _on_step_begin(self) -> None:

@@ -15,15 +15,20 @@ class StepTimes:
     """Collects the exposed communication of each step while a replay that keeps time runs.
 
     ``recorded`` is that of the recorded steps (empty where nothing was recorded), ``lateness`` tells how
-    late the engine delivered.
+    late the engine delivered, ``paused_ns`` how long a debugger has stopped the program.
     """
 
     def __init__(
-        self, meter: ExposedMeter, recorded: Mapping[int, Exposed], lateness: Callable[[], Lateness]
+        self,
+        meter: ExposedMeter,
+        recorded: Mapping[int, Exposed],
+        lateness: Callable[[], Lateness],
+        paused_ns: Callable[[], int],
     ) -> None:
         self._meter = meter
         self._recorded = recorded
         self._lateness = lateness
+        self._paused_ns = paused_ns
         self._replayed: dict[int, Exposed] = {}
 
     def begin(self) -> None:
@@ -66,6 +71,7 @@ class StepTimes:
             lateness=LatenessResult(
                 count=late.count, p50_ns=late.p50_ns, p99_ns=late.p99_ns, max_ns=late.max_ns
             ),
+            paused_ns=self._paused_ns(),
         )
 
     def _part(self, steady: Sequence[StepResult], name: str) -> Compared | None:

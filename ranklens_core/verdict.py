@@ -116,7 +116,8 @@ class TimingResult(msgspec.Struct, frozen=True, kw_only=True):
     """Steps after the first against the record; all None where the task keeps no time.
 
     Errors in percent of the recorded step. ``estimated_pct`` is the part of the exposed communication
-    (wait and transfer) whose time was estimated.
+    (wait and transfer) whose time was estimated. ``paused_ns`` is how long time stood still because the
+    program was stopped in a debugger; no other time includes it.
     """
 
     mean_abs_error_pct: float | None = None
@@ -127,6 +128,7 @@ class TimingResult(msgspec.Struct, frozen=True, kw_only=True):
     compute: Compared | None = None
     estimated_pct: float | None = None
     lateness: LatenessResult | None = None
+    paused_ns: int | None = None
 
 
 class EnvironmentDifference(msgspec.Struct, frozen=True, kw_only=True):
@@ -259,6 +261,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         if late and late.count:
             us = [f"{ns / 1e3:.0f} us" for ns in (late.p50_ns, late.p99_ns, late.max_ns)]
             lines.append(f"results late by {us[0]} (p50), {us[1]} (p99), {us[2]} (most)")
+        if timing.paused_ns:
+            lines.append(f"time stood still for {timing.paused_ns / 1e9:.1f} s in the debugger")
         return lines
 
 

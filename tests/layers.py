@@ -10,7 +10,18 @@ CORE = "ranklens_core"
 ADAPTERS = ("ranklens_deepspeed", "ranklens_megatron")
 
 FLOORS: list[list[str]] = [
-    ["errors", "schema", "clock", "text", "patches", "leaving", "hash_seed", "configs_dir", "import_hook"],
+    [
+        "errors",
+        "schema",
+        "clock",
+        "text",
+        "patches",
+        "debugger",
+        "leaving",
+        "hash_seed",
+        "configs_dir",
+        "import_hook",
+    ],
     ["trace", "c10d", "steps"],
     ["completion", "timing", "check"],
     [
