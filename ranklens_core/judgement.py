@@ -19,6 +19,7 @@ from ranklens_core.verdict import (
     VERDICT_VERSION,
     CallCounts,
     EnvironmentDifference,
+    MemoryResult,
     PrintedResult,
     Provenance,
     Status,
@@ -73,9 +74,10 @@ def make_verdict(
     differences: Sequence[EnvironmentDifference],
     error: BaseException | None,
     times: StepTimes | None = None,
+    memory: MemoryResult | None = None,
 ) -> Verdict:
     """The verdict of a run; ``matcher`` and ``record`` are None for an emulation, ``times`` where no time
-    was kept."""
+    was kept, ``memory`` where it was not watched."""
     status, message = judge(replayer, matcher, len(lone.steps.done), error)
     recorded_steps = record.steps if record else ()
     if times is None:
@@ -109,6 +111,7 @@ def make_verdict(
         ),
         steps=steps,
         timing=timing,
+        memory=memory,
         environment=tuple(differences),
         # made-up results give made-up losses: comparing them would say nothing
         printed=compare_printed(

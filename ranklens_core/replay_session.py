@@ -14,6 +14,7 @@ from ranklens_core.in_time import InTime
 from ranklens_core.judgement import make_verdict
 from ranklens_core.lone_rank import LoneRank
 from ranklens_core.matching import Matcher
+from ranklens_core.memory import MemoryWatch
 from ranklens_core.replayer import Replayer
 from ranklens_core.schema import RankRecord, Step
 from ranklens_core.step_times import StepTimes
@@ -47,6 +48,7 @@ class ReplaySession:
         self.record: RankRecord = self._rank_trace.record
         self.verdict: Verdict | None = None
         self._times: StepTimes | None = None
+        self._memory = MemoryWatch() if task.watches_memory else None
         if task.result is Result.RECORDED and not task.falls_back and not self.record.has_values:
             raise ValuesMissingError(
                 f"Rank {rank} was recorded without values, which --task {task.name} restores. Ranks with "
@@ -87,7 +89,10 @@ class ReplaySession:
                 self._lone.steps,
                 groups,
                 self._delivery(clock, plan),
+                self._memory.restored if self._memory else None,
             )
+            if self._memory is not None:
+                self._memory.ready()
             self._lone.start(self._replayer)
         except BaseException:
             self._lone.undo()
@@ -125,10 +130,14 @@ class ReplaySession:
     def _on_step_begin(self) -> None:
         if self._times is not None:
             self._times.begin()
+        if self._memory is not None:
+            self._memory.begin()
 
     def _on_step_end(self, step: Step) -> None:
         if self._times is not None:
             self._times.end(step)
+        if self._memory is not None:
+            self._memory.end(step)
 
     def close(self, error: BaseException | None = None) -> Verdict:
         """Undo everything and judge; ``error`` is what ended the program, None for its own end."""
@@ -143,6 +152,7 @@ class ReplaySession:
             differences=self._differences,
             error=error,
             times=self._times,
+            memory=self._memory.result(self.record.groups) if self._memory else None,
         )
         self._rank_trace.close()
         return self.verdict

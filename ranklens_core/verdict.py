@@ -131,6 +131,35 @@ class TimingResult(msgspec.Struct, frozen=True, kw_only=True):
     paused_ns: int | None = None
 
 
+class MemoryStep(msgspec.Struct, frozen=True, kw_only=True):
+    """The most memory during a step."""
+
+    index: int
+    peak_bytes: int
+
+
+class CommBuffers(msgspec.Struct, frozen=True, kw_only=True):
+    """What the job's communication library holds besides, not measured: ``basis`` says what it rests on."""
+
+    nbytes: int
+    basis: str
+
+
+class MemoryResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Peaks by step. ``counter`` says what is counted, ``set_up_bytes`` is the peak before the first step.
+
+    RankLens' own part of a peak: ``own_tables_bytes`` (the trace's tables, measured) and at most
+    ``own_values_bytes`` (recorded values of the call being answered). ``comm_buffers`` are not in the peaks.
+    """
+
+    counter: str
+    set_up_bytes: int
+    steps: tuple[MemoryStep, ...]
+    own_tables_bytes: int
+    own_values_bytes: int
+    comm_buffers: CommBuffers
+
+
 class EnvironmentDifference(msgspec.Struct, frozen=True, kw_only=True):
     """A recorded fact of the environment that was not so here; ``restored`` if it is now."""
 
@@ -164,6 +193,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     provenance: Provenance
     steps: tuple[StepResult, ...]
     timing: TimingResult
+    memory: MemoryResult | None
     environment: tuple[EnvironmentDifference, ...]
     printed: PrintedResult
     bypassed: tuple[str, ...]
@@ -207,6 +237,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         if self.printed.first_difference:
             lines.append(f"{'':<{W}}{self.printed.first_difference}")
         lines.extend(f"{'' if index else 'time':<{W}}{line}" for index, line in enumerate(self._time()))
+        lines.extend(f"{'' if index else 'memory':<{W}}{line}" for index, line in enumerate(self._memory()))
         synthesised = self.provenance.result.get("synthesised", 0)
         if synthesised:
             lines.append(f"{'results':<{W}}{synthesised} synthesised, not the real job's values")
@@ -264,6 +295,28 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         if timing.paused_ns:
             lines.append(f"time stood still for {timing.paused_ns / 1e9:.1f} s in the debugger")
         return lines
+
+    def _memory(self) -> list[str]:
+        memory = self.memory
+        if memory is None:
+            return []
+        set_up = f"set-up {_mib(memory.set_up_bytes)}"
+        if not memory.steps:
+            return [f"no step came to its end     {set_up} {memory.counter}"]
+        most = max(memory.steps, key=lambda step: step.peak_bytes)
+        least = min(step.peak_bytes for step in memory.steps)
+        buffers = memory.comm_buffers
+        own = f"{_mib(memory.own_tables_bytes)} tables, {_mib(memory.own_values_bytes)} values"
+        return [
+            f"peak {_mib(most.peak_bytes)} {memory.counter}, in step {most.index}     "
+            f"least of a step {_mib(least)}, {set_up}",
+            f"RankLens' own in it at most: {own}",
+            f"communication buffers not in it: {_mib(buffers.nbytes)} ({buffers.basis})",
+        ]
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f} MiB"
 
 
 def _against(part: Compared) -> str:

@@ -47,6 +47,7 @@ FLOORS: list[list[str]] = [
         "rank_process",
         "local_job",
         "cpu_cuda",
+        "memory",
         "standin",
         "adapters",
         "record_session",
