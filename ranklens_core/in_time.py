@@ -116,18 +116,17 @@ class InTime:
         if self._failure is not None:
             raise self._failure
         before_ns, after_ns = _recorders_own(record)
-        if before_ns > self._now_ns() - entered_ns:
-            self._engine.sleep_until(entered_ns + before_ns)
-        arrival_ns = self._now_ns()
+        arrival_ns = max(self._now_ns(), entered_ns + before_ns)
         entry = record.row.entry if record is not None else -1
         due = self._due(call, interned, entry, arrival_ns)
         subject = Subject(call.operator.name, interned, record)
         if due is not None and not call.is_async:
-            self._hold(subject, due, lambda: self._engine.arrive_at(due.due_ns))
-            fill()
-            self._engine.sleep_until(due.due_ns + after_ns)
+            self._block(subject, due, fill, arrival_ns, after_ns)
             return None if call.operator.returns is Returns.NOTHING else FINISHED
-        return self._asynchronous(call, subject, fill, entry, arrival_ns, due)
+        work = self._asynchronous(call, subject, fill, entry, arrival_ns, due)
+        if before_ns > self._now_ns() - entered_ns:
+            self._engine.sleep_until(entered_ns + before_ns)
+        return work
 
     def before_wait(self, work: Work) -> None:
         """Wait for the result of ``work`` in the program's own thread."""
@@ -136,6 +135,20 @@ class InTime:
     def before_wait_tensor(self, tensor: torch.Tensor) -> None:
         """As ``before_wait``, for the call that ``tensor`` is a result of."""
         self._wait(self._flight_of_storage.pop(storage_of(tensor), None))
+
+    def _block(self, subject: Subject, due: Due, fill: Fill, arrival_ns: int, after_ns: int) -> None:
+        """A blocking call: nobody sees its outputs before it returns, so they are written first, and one
+        sleep is enough (a sleep costs more than the rest of such a call)."""
+        fill()
+        if is_profiling():
+            self._hold(subject, due, lambda: self._engine.arrive_at(due.due_ns))
+            self._engine.sleep_until(due.due_ns + after_ns)
+            return
+        self._engine.arrive_at(due.due_ns + after_ns)
+        estimated = due.source is TimeSource.ESTIMATED
+        self.exposed.add(
+            arrival_ns, due.ready_ns, max(arrival_ns, self._now_ns() - after_ns), estimated=estimated
+        )
 
     def _wait(self, flight: _Flight | None) -> None:
         if flight is not None and flight.completion.done_ns is None:
