@@ -77,7 +77,7 @@ def tensors_of(signature: Signature) -> tuple[tuple[tuple[int, ...], ...], ...]:
 def test_any_rows(data: st.DataObject) -> None:
     any_signature = records(Signature, group=st.just(samples.GROUP.key), peer=MEMBER, tag=INT64)
     signatures = data.draw(st.lists(any_signature.map(one_dtype_a_shape), min_size=1, max_size=4))
-    entries = data.draw(st.lists(st.integers(0, 2**62), unique=True, max_size=8))
+    entries = data.draw(st.lists(st.integers(0, 2**61), unique=True, max_size=8))
     calls, completions, waits = [], [], []
     for entry in entries:
         number = data.draw(st.integers(0, len(signatures) - 1))

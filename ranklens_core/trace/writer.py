@@ -91,8 +91,8 @@ class TraceWriter:
         """Start writing ``directory/rank-NNNNN``, which must be empty or not there.
 
         ``max_pending_bytes`` bounds the memory of values that are queued: past it, ``store`` waits.
-        A kill -9 loses at most what was recorded in the last ``flush_interval_s`` seconds (and while the last flush
-        was being written).
+        A kill -9 loses at most what was recorded in the last ``flush_interval_s`` seconds (and while the last
+        flush was being written).
         Never raises OSError: where the files cannot be made, ``failure`` says why.
         """
         self.failure = ""
