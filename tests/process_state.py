@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 WATCHED = [
+    "atexit",
     "builtins",
     "os",
     "os:_Environ",
