@@ -192,8 +192,9 @@ def exit_status(error: SystemExit) -> int:
 
 
 def flush_output() -> None:
-    """Flush stdout and stderr, whatever the program has made of them: python passes over closed ones too."""
-    for stream in (sys.stdout, sys.stderr):
+    """Flush stdout and stderr, whatever the program has made of them: python passes over closed and deleted
+    ones too."""
+    for stream in (getattr(sys, "stdout", None), getattr(sys, "stderr", None)):
         # a program's own stream may have no more than write and flush
         if stream is not None and not getattr(stream, "closed", False):
             stream.flush()

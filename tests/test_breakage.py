@@ -80,6 +80,7 @@ def replay(run_cli: RunCli) -> RunProgram:
     [
         pytest.param(f"{CHDIR}{FORK}{SETS}train(); sys.stdout.flush(); os._exit(0)", CALLS + 7, id="os-exit"),
         pytest.param("train(); sys.stdout.close(); sys.stderr = None", CALLS, id="closed-output"),
+        pytest.param("train(); sys.argv = []; del sys.stderr; sys.exit(0)", CALLS, id="deleted-output"),
     ],
 )
 def test_a_careless_program_is_recorded_whole_and_replayed_alike(
