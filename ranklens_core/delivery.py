@@ -7,6 +7,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Protocol
 
+import torch
 from torch._C._distributed_c10d import Work
 
 from ranklens_core.c10d.call import Call
@@ -25,6 +26,8 @@ class TimeSource(StrEnum):
     RECORDED = "recorded"
     ESTIMATED = "estimated"
     NONE = "none"
+
+    __hash__ = str.__hash__  # Enum's own, in Python, is slow for what every call counts by
 
 
 class Delivery(Protocol):
@@ -46,6 +49,10 @@ class Delivery(Protocol):
         """The program waits for ``work``."""
         ...
 
+    def before_wait_tensor(self, tensor: torch.Tensor) -> None:
+        """The program waits for the functional collective that ``tensor`` is a result of."""
+        ...
+
     def close(self) -> None:
         """The replay is over. Idempotent."""
         ...
@@ -58,6 +65,9 @@ class AtOnce:
         self.times: Counter[str] = Counter()
 
     def before_wait(self, work: Work) -> None:
+        """Nothing to wait for."""
+
+    def before_wait_tensor(self, tensor: torch.Tensor) -> None:
         """Nothing to wait for."""
 
     def close(self) -> None:
@@ -80,9 +90,9 @@ def finished(call: Call, record: CallRecord | None) -> Work | None:
     """The Work of a call whose outputs are written."""
     if call.operator.returns is Returns.NOTHING:
         return None
+    if not call.is_async and call.device_type == "cpu":
+        return FINISHED
     if call.operator.name == "recv_any_source_":
         source = record.completion.src_rank if record and record.completion else 0
         return AnySourceWork(lambda _: source, lambda: True)
-    if not call.is_async and call.device.type == "cpu":
-        return FINISHED
     return completed_work(call.result, call.device)

@@ -34,9 +34,10 @@ class LoneRank:
     """Installs everything but the replayer; ``start`` does that, ``undo`` takes all of it back.
 
     ``local_world_size`` is how many ranks the job has on this rank's host; ``backend`` is the real
-    job's, ``""`` if unknown. ``refused`` is the error of what the program did that nobody can stand in
-    for (wait for a peer's word in a Store, replace itself), also where it caught that error. Raises
-    ``UsageError`` if the environment or torch.distributed is taken.
+    job's, ``""`` if unknown. ``on_step_begin`` is told that the first step begins, ``on_step_end`` that one
+    is over. ``refused`` is the error of what the program did that nobody can stand in for (wait for a peer's
+    word in a Store, replace itself), also where it caught that error. Raises ``UsageError`` if the
+    environment or torch.distributed is taken.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class LoneRank:
         backend: str,
         clock: Clock,
         on_step_end: Callable[[Step], None],
+        on_step_begin: Callable[[], None] = lambda: None,
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self.patches = Patches()
@@ -70,7 +72,7 @@ class LoneRank:
             let_fake_groups_coalesce(self.patches, backend)
             self.groups = Groups(self.made.append)
             self.patches.on_undo(self.groups.close)
-            self.steps = Steps(clock, lambda: None, on_step_end)
+            self.steps = Steps(clock, on_step_begin, on_step_end)
             self.adapters = Adapters(self.steps, strict=False)
             self.patches.on_undo(self.adapters.remove)
             self.signatures = Signatures(self.groups, None, lambda _: None)

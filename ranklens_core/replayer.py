@@ -38,7 +38,8 @@ class Replayer:
     ``trace`` and ``matcher`` are None when nothing was recorded. ``groups`` maps group keys to records
     (with roles) for messages. Raises, from within the program's call, what ``Matcher.match`` does,
     and ``ValuesMissingError``; the first error is kept in ``fatal``, and raised again at every later
-    call in case the program swallowed it.
+    call in case the program swallowed it. With ``on_restored`` recorded values are let go of as soon as they
+    are restored, and it is told how many bytes they were.
     """
 
     def __init__(
@@ -51,15 +52,18 @@ class Replayer:
         steps: Steps,
         groups: Mapping[str, GroupRecord],
         delivery: Delivery | None = None,
+        on_restored: Callable[[int], None] | None = None,
     ) -> None:
         self._trace = trace
         self._matcher = matcher
         self._task = task
+        self._restores = task.result is Result.RECORDED
         self._signatures = signatures
         self._sites = sites
         self._steps = steps
         self._groups = groups
         self.delivery = delivery or AtOnce()
+        self._on_restored = on_restored
         self._synthesiser = Synthesiser()
         self._handles = Handles()
         self._failures = RecordedFailures()
@@ -101,6 +105,7 @@ class Replayer:
         failure = self._failures.of_tensor(tensor)
         if failure is not None:
             raise failure
+        self.delivery.before_wait_tensor(tensor)
         return wait()
 
     def start_batch(self, pg: ProcessGroup) -> None:
@@ -124,12 +129,12 @@ class Replayer:
 
     def _filling(self, call: Call, record: CallRecord | None) -> Fill | None:
         """What writes the call's outputs; None where it failed when it was recorded."""
-        if record is None or self._task.result is Result.SYNTHESISED or self._lacks_values(call, record):
+        if record is None or not self._restores or self._lacks_values(call, record):
             self.provenance[Result.SYNTHESISED] += 1
             return lambda: self._synthesiser.fill(call)
         assert self._trace is not None
+        self.provenance[Result.RECORDED] += 1
         if was_survived(record, self._trace.record):
-            self.provenance[Result.RECORDED] += 1
             return None
         return self._restoring(call, record)
 
@@ -177,17 +182,20 @@ class Replayer:
                 f"{describe(record.signature)}. Record again with --payload {record.rank}, or ask for "
                 "--task structure."
             )
-        values = [trace.payload(address) for address in completion.out_addresses]
-        for tensor, value in zip(call.outputs, values, strict=True):
-            if tensor.layout is torch.strided and tensor.nbytes != len(value):
+        outputs, values = call.outputs, [trace.payload(address) for address in completion.out_addresses]
+        for tensor, value in zip(outputs, values, strict=True):
+            if tensor.layout is torch.strided and tensor.nbytes != value.nbytes:
                 raise damaged(
                     trace.path,
-                    f"a result of {describe(record.signature)} has {len(value)} bytes, not {tensor.nbytes}",
+                    f"a result of {describe(record.signature)} has {value.nbytes} bytes, not {tensor.nbytes}",
                 )
-        self.provenance[Result.RECORDED] += 1
 
         def restore() -> None:
-            for tensor, value in zip(call.outputs, values, strict=True):
+            for tensor, value in zip(outputs, values, strict=True):
                 write_bytes(tensor, value)
+            if self._on_restored is not None:
+                self._on_restored(sum(value.nbytes for value in values))
+                for address in completion.out_addresses:
+                    trace.release(address)
 
         return restore

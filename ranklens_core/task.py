@@ -14,6 +14,8 @@ class Result(StrEnum):
     RECORDED = "recorded"
     SYNTHESISED = "synthesised"
 
+    __hash__ = str.__hash__  # Enum's own, in Python, is slow for what every call counts by
+
 
 class OnMismatch(StrEnum):
     """What a call does that the trace does not have at its place."""
@@ -57,6 +59,14 @@ TASKS = {
             "recorded results at the recorded times; step times are compared with the record",
             falls_back=True,
             keeps_time=True,
+        ),
+        Task(
+            "memory",
+            Result.RECORDED,
+            OnMismatch.REPORT,
+            "recorded results as soon as possible; the peak of memory in each step",
+            falls_back=True,
+            watches_memory=True,
         ),
         Task(
             "structure",

@@ -24,6 +24,7 @@ WATCHED = [
     "os",
     "os:_Environ",
     "posix",
+    "pdb:Pdb",
     "subprocess",
     "threading:Thread",
     "torch",

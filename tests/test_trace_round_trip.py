@@ -28,6 +28,7 @@ from ranklens_core.schema import (
 from ranklens_core.trace import content_address, open_trace, verify
 from ranklens_core.trace.files import open_new
 from ranklens_core.trace.payload import ALIGNMENT, PayloadWriter
+from ranklens_core.trace.staging import Staging
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 NATURAL = st.integers(0, 2**63 - 1)
@@ -76,7 +77,7 @@ def tensors_of(signature: Signature) -> tuple[tuple[tuple[int, ...], ...], ...]:
 def test_any_rows(data: st.DataObject) -> None:
     any_signature = records(Signature, group=st.just(samples.GROUP.key), peer=MEMBER, tag=INT64)
     signatures = data.draw(st.lists(any_signature.map(one_dtype_a_shape), min_size=1, max_size=4))
-    entries = data.draw(st.lists(st.integers(0, 2**62), unique=True, max_size=8))
+    entries = data.draw(st.lists(st.integers(0, 2**61), unique=True, max_size=8))
     calls, completions, waits = [], [], []
     for entry in entries:
         number = data.draw(st.integers(0, len(signatures) - 1))
@@ -250,7 +251,9 @@ def test_more_rows_than_a_flush_takes(tmp_path: Path) -> None:
 
 def test_payload_files_roll(tmp_path: Path) -> None:
     writer = PayloadWriter(tmp_path, open_new, roll_at_bytes=128)
-    rows = [writer.append(bytes([number]) * 16, bytes([number]) * 100) for number in range(4)]
+    rows = [
+        writer.append(bytes([number]) * 16, Staging(0).copy(bytes([number]) * 100)) for number in range(4)
+    ]
     writer.flush()
     writer.close()
     assert [(row.file, row.offset) for row in rows] == [(0, 0), (0, 128), (1, 0), (1, 128)]

@@ -30,6 +30,7 @@ class Call:
     __slots__ = (
         "boxed_outputs",
         "device",
+        "device_type",
         "in_split_sizes",
         "informative",
         "inputs",
@@ -50,9 +51,10 @@ class Call:
         self.boxed_outputs: Any = values[at.outputs]
         self.outputs: list[torch.Tensor] = _flat(self.boxed_outputs)
         self.inputs: list[torch.Tensor] = self.outputs if operator.in_place else _flat(values[at.inputs])
+        # a method looked up as an attribute costs a third more, and this is most of a call's decoding
         peer, reduce_op, is_async = values[at.peer], values[at.reduce_op], values[at.async_op]
         self.peer: int = NO_PEER if peer is None else peer
-        self.reduce_op: str = "" if reduce_op is None else _REDUCE_OPS[reduce_op.op()]
+        self.reduce_op: str = "" if reduce_op is None else _REDUCE_OPS[reduce_op._get_method("op")()]
         self.tag: int = values[at.tag] or 0
         self.in_split_sizes: tuple[int, ...] = tuple(values[at.in_split_sizes] or ())
         self.out_split_sizes: tuple[int, ...] = tuple(values[at.out_split_sizes] or ())
@@ -61,6 +63,7 @@ class Call:
         self.is_async: bool = operator.kind is not Kind.SYNC if is_async is None else is_async
         tensors = self.inputs or self.outputs
         self.device: torch.device = tensors[0].device if tensors else _device(values[at.device_tensor])
+        self.device_type: str = _DEVICE_TYPES.get(self.device) or _device_type(self.device)
         self.informative: bool = bool(self.inputs) and (
             not operator.root_sends or self.pg.rank() == self.peer
         )
@@ -113,6 +116,14 @@ def _flat(value: Any) -> list[torch.Tensor]:
     if value and isinstance(value[0], torch.Tensor):
         return list(value)
     return [tensor for tensors in value for tensor in tensors]
+
+
+_DEVICE_TYPES: dict[torch.device, str] = {}
+"""``torch.device.type`` makes a new string each time it is asked."""
+
+
+def _device_type(device: torch.device) -> str:
+    return _DEVICE_TYPES.setdefault(device, device.type)
 
 
 def _device(tensor: torch.Tensor | None) -> torch.device:

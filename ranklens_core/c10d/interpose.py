@@ -23,7 +23,7 @@ from torch.library import Library
 
 from ranklens_core.c10d.call import Call, Handler, Proceed
 from ranklens_core.c10d.ops import Operator, Returns, operators
-from ranklens_core.c10d.work import NO_TIMEOUT, boxed, wait_for
+from ranklens_core.c10d.work import FINISHED, NO_TIMEOUT, boxed, wait_for
 from ranklens_core.errors import UsageError
 from ranklens_core.patches import Patches
 
@@ -50,6 +50,8 @@ class Interposer:
         start, end = ProcessGroup._start_coalescing, ProcessGroup._end_coalescing
 
         def patched_wait(self: Work, timeout: timedelta = NO_TIMEOUT) -> bool:
+            if self is FINISHED:
+                return True
             return handler.on_wait(self, lambda: wait_for(self, timeout))
 
         def patched_start(self: ProcessGroup, device: torch.device) -> None:
@@ -86,7 +88,7 @@ def _kernel(operator: Operator, handler: Handler) -> Callable[..., Any]:
             return Work.unbox(result if returns is Returns.WORK else result[1])
 
         call = Call(operator, args)
-        if call.device.type == "meta":
+        if call.device_type == "meta":
             # shapes alone, as in tracing: nothing is communicated
             return overload.redispatch(keyset - _OURS, *args)
         work = handler.handle(call, proceed)

@@ -106,7 +106,7 @@ def _signature(call: Call, group: str, site: Site) -> Signature:
         reduce_op=call.reduce_op,
         tag=call.tag,
         is_async=call.is_async,
-        device=call.device.type,
+        device=call.device_type,
         in_dtypes=tuple(dtype_name(t.dtype) for t in call.inputs),
         in_shapes=tuple(tuple(t.shape) for t in call.inputs),
         out_dtypes=tuple(dtype_name(t.dtype) for t in call.outputs),

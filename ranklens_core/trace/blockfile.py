@@ -13,6 +13,7 @@ import io
 import mmap
 import os
 import time
+from collections.abc import Sequence
 
 from ranklens_core.trace.files import AppendFile, Data
 
@@ -52,7 +53,24 @@ class BlockFile:
             self._used += count
             rest = rest[count:]
             if self._used == BUFFER_BYTES:
-                self._write_out()
+                self._write_buffer()
+
+    def write_blocks(self, blocks: Sequence[memoryview], nbytes: int) -> int:
+        """Append the first ``nbytes`` of ``blocks``, without another copy; the file must have been flushed.
+
+        Each block begins at a page in memory, and all but the last are whole blocks long. The last is
+        filled up with zeros to a whole block, as ``flush`` does; returns how many. OSError as ``write``.
+        """
+        padding = -nbytes % BLOCK_BYTES
+        left = nbytes + padding
+        for block in blocks:
+            piece = block[: min(len(block), left)]
+            left -= len(piece)
+            if not left and padding:
+                piece[-padding:] = bytes(padding)
+            self._write_out(piece)
+        self._padding = padding
+        return padding
 
     def flush(self) -> int:
         """Bring everything to the file, filled up with zeros to a whole block; how many of them."""
@@ -61,7 +79,7 @@ class BlockFile:
         padding = -self._used % BLOCK_BYTES
         self._buffer[self._used : self._used + padding] = bytes(padding)
         self._used += padding
-        self._write_out()
+        self._write_buffer()
         self._padding = padding
         return padding
 
@@ -75,8 +93,12 @@ class BlockFile:
         self._buffer = memoryview(b"")
         self._used = 0
 
-    def _write_out(self) -> None:
-        rest, began = self._buffer[: self._used], time.monotonic()
+    def _write_buffer(self) -> None:
+        self._write_out(self._buffer[: self._used])
+        self._used = 0
+
+    def _write_out(self, data: memoryview) -> None:
+        rest, began = data, time.monotonic()
         while rest:
             try:
                 written = self._file.write(rest)
@@ -89,12 +111,12 @@ class BlockFile:
                 raise OSError("the file system accepts no more data")
             rest = rest[written:]
         if self._is_direct:
-            self._judge_disk(time.monotonic() - began)
-        self._size_bytes += self._used
-        self._used = self._padding = 0
+            self._judge_disk(len(data), time.monotonic() - began)
+        self._size_bytes += len(data)
+        self._padding = 0
 
-    def _judge_disk(self, took_s: float) -> None:
-        self._direct_bytes += self._used
+    def _judge_disk(self, nbytes: int, took_s: float) -> None:
+        self._direct_bytes += nbytes
         self._direct_s += took_s
         if self._direct_bytes >= JUDGED_BYTES:
             if self._direct_bytes < SLOW_BYTES_PER_S * self._direct_s:

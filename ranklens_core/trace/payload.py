@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -13,12 +14,17 @@ from ranklens_core.trace.blockfile import BlockFile
 from ranklens_core.trace.files import Data, Opener
 from ranklens_core.trace.layout import payload_file
 from ranklens_core.trace.problem import damaged
+from ranklens_core.trace.staging import Staged
 
 ROLL_AT_BYTES = 1 << 30
 """A payload file that has reached this size is followed by the next."""
 
 ALIGNMENT = 64
 """Values begin at multiples of this, so that a mapped value can be viewed as any dtype."""
+
+
+FAULT_AROUND_BYTES = 1 << 16
+"""Linux maps the neighbourhood, aligned to this, of a page of a file that is touched (fault_around_bytes)."""
 
 
 class ValueRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,19 +55,22 @@ class PayloadWriter:
         self._number = -1
         self._offset = 0
 
-    def append(self, address: bytes, data: Data) -> ValueRow:
-        """Write ``data``; the row says where. It is on disk after ``flush``. OSError if the disk refuses."""
+    def append(self, address: bytes, data: Staged) -> ValueRow:
+        """Write a value; the row says where. It is on disk after ``flush``. OSError if the disk refuses."""
         if self._file is None or self._offset >= self._roll_at_bytes:
             self._roll()
         assert self._file is not None
-        padding = -self._offset % ALIGNMENT
-        if padding:
+        if data.blocks:
+            self.flush()
+            begin = self._offset
+            self._offset += data.nbytes + self._file.write_blocks(data.blocks, data.nbytes)
+        else:
+            padding = -self._offset % ALIGNMENT
             self._file.write(bytes(padding))
-        self._file.write(data)
-        begin = self._offset + padding
-        nbytes = memoryview(data).nbytes
-        self._offset = begin + nbytes
-        return ValueRow(address=address, file=self._number, offset=begin, nbytes=nbytes)
+            self._file.write(data.small)
+            begin = self._offset + padding
+            self._offset = begin + data.nbytes
+        return ValueRow(address=address, file=self._number, offset=begin, nbytes=data.nbytes)
 
     def flush(self) -> None:
         """Bring all values to the disk. OSError if it refuses."""
@@ -129,6 +138,18 @@ class PayloadReader:
             raise damaged(f"{self._path}/{payload_file(place.file)}", text)
         self._checked[address] = value
         return value
+
+    def release(self, address: bytes) -> None:
+        """Give the memory that a value takes back to the system; where it is needed again, it is read again.
+
+        Does nothing for values that are not mapped (a remote trace's).
+        """
+        place = self._places.get(address)
+        whole = self._files[place.file].obj if place is not None and place.file in self._files else None
+        if place is not None and isinstance(whole, mmap.mmap) and place.nbytes:
+            begin = place.offset - place.offset % FAULT_AROUND_BYTES
+            end = min(len(whole), place.offset + place.nbytes + FAULT_AROUND_BYTES)
+            whole.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def _file(self, number: int) -> memoryview:
         if number not in self._files:

@@ -12,6 +12,7 @@ from ranklens_core.trace.journal import JournalWriter
 from ranklens_core.trace.layout import JOURNAL_FILE
 from ranklens_core.trace.lines import FlushLine, HeaderLine, Line
 from ranklens_core.trace.payload import PayloadWriter
+from ranklens_core.trace.staging import Staged
 from ranklens_core.trace.streams import ROW_TYPES, ByteRange, Stream, StreamWriter
 
 Row = Signature | CallRow | CompletionRow | WaitRow
@@ -50,7 +51,7 @@ class RankFiles:
         """Keep a row for the next flush."""
         self._rows[_STREAM_OF[type(row)]].append(row)
 
-    def value(self, address: bytes, data: bytes) -> None:
+    def value(self, address: bytes, data: Staged) -> None:
         """Write a value to the payload file; its row waits for the next flush."""
         self._rows[Stream.VALUES].append(self._payload.append(address, data))
 

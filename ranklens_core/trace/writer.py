@@ -42,6 +42,7 @@ from ranklens_core.trace.lines import (
     StepLine,
 )
 from ranklens_core.trace.rankfiles import RankFiles, Row
+from ranklens_core.trace.staging import Staged, Staging, held_bytes
 
 logger = logging.getLogger("ranklens.trace")
 
@@ -60,7 +61,7 @@ WAKE_AT_BYTES = 1 << 20
 
 class _Value(msgspec.Struct, frozen=True):
     address: bytes
-    data: bytes
+    data: Staged
 
 
 _Item = Row | Line | _Value
@@ -89,9 +90,9 @@ class TraceWriter:
     ) -> None:
         """Start writing ``directory/rank-NNNNN``, which must be empty or not there.
 
-        ``max_pending_bytes`` bounds the values that are queued: past it, ``store`` waits. A kill
-        -9 loses at most what was recorded in the last ``flush_interval_s`` seconds (and while the last flush
-        was being written).
+        ``max_pending_bytes`` bounds the memory of values that are queued: past it, ``store`` waits.
+        A kill -9 loses at most what was recorded in the last ``flush_interval_s`` seconds (and while the last
+        flush was being written).
         Never raises OSError: where the files cannot be made, ``failure`` says why.
         """
         self.failure = ""
@@ -104,6 +105,7 @@ class TraceWriter:
         self._queue: deque[_Item] = deque()
         self._changed = threading.Condition()
         self._stored: set[bytes] = set()
+        self._staging = Staging(max_pending_bytes)
         self._pending_bytes = 0
         self._signature_count = 0
         self._flushes_asked = 0
@@ -153,18 +155,19 @@ class TraceWriter:
     def store(self, address: bytes, data: Data) -> None:
         """Keep a value under its ``content_address``, once.
 
-        ``data`` (C-contiguous) is copied before this returns, unless it is ``bytes``. Waits while
+        ``data`` (C-contiguous) is copied before this returns. Waits while
         more than ``max_pending_bytes`` are queued.
         """
         if self._is_off():
             return
-        nbytes = memoryview(data).nbytes
+        room_bytes = held_bytes(memoryview(data).nbytes)
         with self._changed:
-            self._changed.wait_for(lambda: self._has_room(nbytes))
+            self._changed.wait_for(lambda: self._has_room(room_bytes))
             if self._is_off() or address in self._stored:
                 return
-            self._pending_bytes += nbytes
-            self._queue.append(_Value(address, bytes(data)))
+            staged = self._staging.copy(data)
+            self._pending_bytes += staged.held_bytes
+            self._queue.append(_Value(address, staged))
             self._stored.add(address)  # last: who sees it may refer to it
             if self._pending_bytes >= WAKE_AT_BYTES:
                 self._wake()
@@ -252,10 +255,10 @@ class TraceWriter:
             self._wake()
             self._changed.wait_for(lambda: len(self._queue) < MAX_PENDING_ITEMS or self._is_off())
 
-    def _has_room(self, nbytes: int) -> bool:
-        """Room for ``nbytes``; a value larger than all the room goes through alone."""
+    def _has_room(self, wanted_bytes: int) -> bool:
+        """Room for ``wanted_bytes``; a value larger than all the room goes through alone."""
         pending = self._pending_bytes
-        return not pending or pending + nbytes <= self._max_pending_bytes or self._is_off()
+        return not pending or pending + wanted_bytes <= self._max_pending_bytes or self._is_off()
 
     # The writer thread's side.
 
@@ -298,7 +301,8 @@ class TraceWriter:
         if isinstance(item, _Value):
             self._files.value(item.address, item.data)
             with self._changed:
-                self._pending_bytes -= len(item.data)
+                self._pending_bytes -= item.data.held_bytes
+                self._staging.release(item.data)
                 self._changed.notify_all()
         elif isinstance(item, Row):
             self._files.row(item)
