@@ -39,6 +39,7 @@ FLOORS: list[list[str]] = [
     [
         "verdict",
         "environment",
+        "program_end",
         "program",
         "preimport",
         "printed",
