@@ -13,7 +13,7 @@ from ranklens_core.c10d.signature import Interned, Lane, lane_of, located
 from ranklens_core.c10d.site import Sites
 from ranklens_core.check.structure import Mismatch, describe, explain, structure_of
 from ranklens_core.errors import StructureMismatchError, TraceIncompleteError
-from ranklens_core.schema import NO_STEP, CallRecord, GroupRecord
+from ranklens_core.schema import CallRecord, GroupRecord
 from ranklens_core.trace import RankTrace
 
 
@@ -43,7 +43,8 @@ class Matcher:
     """The recorded calls of one rank.
 
     ``realigns``: the program may make more or fewer calls in a step than were recorded; what is no record
-    of the step is passed over, and the next call is looked for again. ``stops`` says whether a mismatch is an error; ``keeps_window`` whether the program ends with the
+    of the step is passed over, and the next call is looked for again.
+    ``stops`` says whether a mismatch is an error; ``keeps_window`` whether the program ends with the
     recorded window. ``total`` and ``training_total`` count recorded calls, ``matched`` and
     ``training_matched`` those the program has made; ``comparable`` recorded training calls have inputs to
     compare. ``window_ended`` is whether ``WindowEnded`` was raised,
@@ -122,11 +123,11 @@ class Matcher:
         Records of earlier steps that the program never called for are over.
         """
         records, at = sequence.records, sequence.at
-        while at < len(records) and NO_STEP < records[at].row.step < step:
+        while at < len(records) and records[at].row.step < step:
             at += 1
         sequence.at = at
         structure = self._structure(interned)
-        while at < len(records) and records[at].row.step <= max(step, NO_STEP):
+        while at < len(records) and records[at].row.step <= step:
             if sequence.structures[at] == structure:
                 sequence.at = at
                 return
