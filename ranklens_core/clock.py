@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 class Clock(Protocol):
@@ -82,3 +82,70 @@ class ManualClock:
         with self._moved:
             self._now_ns += by_ns
             self._moved.notify_all()
+
+
+class _Pace(NamedTuple):
+    """``lost_ns`` of the clock below were spent in pauses; ``paused_ns`` is the time during one."""
+
+    lost_ns: int
+    paused_ns: int | None
+
+
+class PausableClock:
+    """Another clock that stands still between ``pause`` and ``resume``, while a debugger waits for its user.
+
+    Whoever sleeps meanwhile sleeps on, but for the thread that paused: what it waits for at the debugger's
+    prompt would never come, so time moves on to there.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._pace = _Pace(0, None)
+        self._depth = 0
+        self._holder: int | None = None
+        self._changed = threading.Condition()
+        self.thread_cpu_ns = clock.thread_cpu_ns
+        self.realtime_ns = clock.realtime_ns
+
+    @property
+    def lost_ns(self) -> int:
+        """How long all pauses together were."""
+        return self._pace.lost_ns
+
+    def now_ns(self) -> int:
+        """Never goes back: a pause that began or ended while this looked makes it look again."""
+        while True:
+            pace = self._pace
+            now_ns = self._clock.now_ns() - pace.lost_ns if pace.paused_ns is None else pace.paused_ns
+            if self._pace is pace:
+                return now_ns
+
+    def pause(self) -> None:
+        """Stand still until as many calls of ``resume``."""
+        with self._changed:
+            self._depth += 1
+            if self._depth == 1:
+                self._holder = threading.get_ident()
+                self._pace = _Pace(self._pace.lost_ns, self._clock.now_ns() - self._pace.lost_ns)
+
+    def resume(self) -> None:
+        """Go on from where it stood."""
+        with self._changed:
+            self._depth -= 1
+            paused_ns = self._pace.paused_ns
+            if self._depth == 0 and paused_ns is not None:
+                self._holder = None
+                self._pace = _Pace(self._clock.now_ns() - paused_ns, None)
+                self._changed.notify_all()
+
+    def sleep_until(self, due_ns: int) -> None:
+        """Return at ``due_ns`` of this clock."""
+        while self.now_ns() < due_ns:
+            pace = self._pace
+            if pace.paused_ns is None:
+                self._clock.sleep_until(due_ns + pace.lost_ns)
+            elif self._holder == threading.get_ident():
+                self._pace = pace._replace(paused_ns=due_ns)
+            else:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._depth == 0)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Protocol
 
+import torch
 from torch._C._distributed_c10d import Work
 
 from ranklens_core.c10d.call import Call
@@ -48,6 +49,10 @@ class Delivery(Protocol):
         """The program waits for ``work``."""
         ...
 
+    def before_wait_tensor(self, tensor: torch.Tensor) -> None:
+        """The program waits for the functional collective that ``tensor`` is a result of."""
+        ...
+
     def close(self) -> None:
         """The replay is over. Idempotent."""
         ...
@@ -60,6 +65,9 @@ class AtOnce:
         self.times: Counter[str] = Counter()
 
     def before_wait(self, work: Work) -> None:
+        """Nothing to wait for."""
+
+    def before_wait_tensor(self, tensor: torch.Tensor) -> None:
         """Nothing to wait for."""
 
     def close(self) -> None:

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
+import torch
 from torch._C._distributed_c10d import Work, _create_work_from_future  # type: ignore[attr-defined]
 
 from ranklens_core.c10d.call import Call
 from ranklens_core.c10d.ops import Kind, Returns
 from ranklens_core.c10d.signature import Interned
-from ranklens_core.c10d.work import FINISHED, AnySourceWork, new_future
+from ranklens_core.c10d.work import FINISHED, AnySourceWork, new_future, storage_of
 from ranklens_core.clock import Clock
 from ranklens_core.completion.cpu import Completion, CpuEngine
 from ranklens_core.delivery import Fill, TimeSource
 from ranklens_core.errors import TraceIncompleteError
-from ranklens_core.schema import CallRecord
+from ranklens_core.schema import CallRecord, GroupRecord
+from ranklens_core.spans import Spans, Subject, is_profiling
 from ranklens_core.timing.arrival import ArrivalTimer, Basis
+from ranklens_core.timing.exposed import ExposedMeter
 
 Transfer = Callable[[Call, Interned], int]
 """Estimated transfer time of a call in ns."""
@@ -39,12 +43,28 @@ def _recorders_own(record: CallRecord | None) -> tuple[int, int]:
     return row.start_ns - row.enqueue_ns, max(0, end.return_ns - end.end_ns) if end.return_ns else 0
 
 
+class Due(NamedTuple):
+    """When a call's result arrives, and when the last of its peers does, from where its transfer runs, ns."""
+
+    due_ns: int
+    ready_ns: int
+    source: TimeSource
+
+
+class _Flight(NamedTuple):
+    """An asynchronous call on its way."""
+
+    completion: Completion
+    due: Due
+    subject: Subject
+
+
 class _Held:
     """An asynchronous call whose due time depends on calls that the program has yet to make."""
 
     __slots__ = ("arrival_ns", "entry", "submit")
 
-    def __init__(self, entry: int, arrival_ns: int, submit: Callable[[int], None]) -> None:
+    def __init__(self, entry: int, arrival_ns: int, submit: Callable[[Due], None]) -> None:
         self.entry = entry
         self.arrival_ns = arrival_ns
         self.submit = submit
@@ -55,7 +75,8 @@ class InTime:
 
     ``timer`` gives recorded times, ``transfer`` estimated ones for calls without; one of them may be
     None. ``exact`` says that every recorded call will be made in the recorded order (a mismatch is an
-    error): only then may a due time wait for calls to come.
+    error): only then may a due time wait for calls to come. ``groups`` names the groups in profiles.
+    ``exposed`` adds up how long calls held the program.
     """
 
     def __init__(
@@ -66,6 +87,7 @@ class InTime:
         transfer: Transfer | None,
         *,
         exact: bool,
+        groups: Mapping[str, GroupRecord] | None = None,
     ) -> None:
         self._engine = engine
         self._now_ns = clock.now_ns
@@ -76,7 +98,10 @@ class InTime:
         self._due_ns: dict[int, int] = {}
         self._held: list[_Held] = []
         self._group_due_ns: dict[str, int] = {}
-        self._works: weakref.WeakKeyDictionary[Work, Completion] = weakref.WeakKeyDictionary()
+        self._works: weakref.WeakKeyDictionary[Work, _Flight] = weakref.WeakKeyDictionary()
+        self._flight_of_storage: dict[int, _Flight] = {}
+        self._spans = Spans(groups or {})
+        self.exposed = ExposedMeter()
         self._failure: Exception | None = None
         self.times: Counter[str] = Counter()
 
@@ -91,41 +116,77 @@ class InTime:
         if self._failure is not None:
             raise self._failure
         before_ns, after_ns = _recorders_own(record)
+        arrival_ns = max(self._now_ns(), entered_ns + before_ns)
+        entry = record.row.entry if record is not None else -1
+        due = self._due(call, interned, entry, arrival_ns)
+        subject = Subject(call.operator.name, interned, record)
+        if due is not None and not call.is_async:
+            self._block(subject, due, fill, arrival_ns, after_ns)
+            return None if call.operator.returns is Returns.NOTHING else FINISHED
+        work = self._asynchronous(call, subject, fill, entry, arrival_ns, due)
         if before_ns > self._now_ns() - entered_ns:
             self._engine.sleep_until(entered_ns + before_ns)
-        arrival_ns = self._now_ns()
-        entry = record.row.entry if record is not None else -1
-        due_ns = self._due(call, interned, entry, arrival_ns)
-        if due_ns is not None and not call.is_async:
-            self._engine.sleep_until(due_ns)
-            fill()
-            self._engine.sleep_until(due_ns + after_ns)
-            return None if call.operator.returns is Returns.NOTHING else FINISHED
-        return self._asynchronous(call, record, fill, entry, arrival_ns, due_ns)
+        return work
 
     def before_wait(self, work: Work) -> None:
         """Wait for the result of ``work`` in the program's own thread."""
-        completion = self._works.get(work)
-        if completion is not None:
-            self._engine.wait_for(completion)
+        self._wait(self._works.get(work))
+
+    def before_wait_tensor(self, tensor: torch.Tensor) -> None:
+        """As ``before_wait``, for the call that ``tensor`` is a result of."""
+        self._wait(self._flight_of_storage.pop(storage_of(tensor), None))
+
+    def _block(self, subject: Subject, due: Due, fill: Fill, arrival_ns: int, after_ns: int) -> None:
+        """A blocking call: nobody sees its outputs before it returns, so they are written first, and one
+        sleep is enough (a sleep costs more than the rest of such a call)."""
+        fill()
+        if is_profiling():
+            self._hold(subject, due, lambda: self._engine.arrive_at(due.due_ns))
+            self._engine.sleep_until(due.due_ns + after_ns)
+            return
+        self._engine.arrive_at(due.due_ns + after_ns)
+        estimated = due.source is TimeSource.ESTIMATED
+        self.exposed.add(
+            arrival_ns, due.ready_ns, max(arrival_ns, self._now_ns() - after_ns), estimated=estimated
+        )
+
+    def _wait(self, flight: _Flight | None) -> None:
+        if flight is not None and flight.completion.done_ns is None:
+            self._hold(flight.subject, flight.due, lambda: self._engine.wait_for(flight.completion))
+
+    def _hold(self, subject: Subject, due: Due, until_due: Callable[[], None]) -> None:
+        """The program is held by a call: ``until_due()`` returns when the result is there."""
+        begin_ns = self._now_ns()
+        if is_profiling():
+            with self._spans.communication(subject, due.source):
+                if due.ready_ns > begin_ns:
+                    with self._spans.waiting(subject, due.source):
+                        self._engine.sleep_until(due.ready_ns)
+                with self._spans.transfer(subject, due.source):
+                    until_due()
+        else:
+            until_due()
+        estimated = due.source is TimeSource.ESTIMATED
+        self.exposed.add(begin_ns, due.ready_ns, self._now_ns(), estimated=estimated)
 
     def close(self) -> None:
         """Deliver what nobody waited for."""
+        now_ns = self._now_ns()
         for held in self._held:
-            held.submit(self._now_ns())
+            held.submit(Due(now_ns, now_ns, TimeSource.NONE))
         self._held.clear()
         self._engine.close()
 
-    def _due(self, call: Call, interned: Interned, entry: int, arrival_ns: int) -> int | None:
+    def _due(self, call: Call, interned: Interned, entry: int, arrival_ns: int) -> Due | None:
         """When the call is due; None if that depends on calls to come."""
         if entry >= 0:
             self._arrived_ns[entry] = arrival_ns
         if self._timer is not None and entry >= 0 and self._timer.basis(entry) in _TIMED:
-            due_ns = self._recorded_due(entry, arrival_ns)
-            if due_ns is not None:
+            due = self._recorded_due(entry, arrival_ns)
+            if due is not None:
                 self.times[TimeSource.RECORDED] += 1
-                self._settle(entry, due_ns)
-                return due_ns
+                self._settle(entry, due.due_ns)
+                return due
             if self._exact:
                 if not call.is_async:
                     raise TraceIncompleteError(
@@ -135,13 +196,13 @@ class InTime:
                     )
                 self.times[TimeSource.RECORDED] += 1
                 return None
-        due_ns = self._estimated_due(call, interned, arrival_ns)
+        due = self._estimated_due(call, interned, arrival_ns)
         self.times[TimeSource.ESTIMATED] += 1
         if entry >= 0:
-            self._settle(entry, due_ns)
-        return due_ns
+            self._settle(entry, due.due_ns)
+        return due
 
-    def _estimated_due(self, call: Call, interned: Interned, arrival_ns: int) -> int:
+    def _estimated_due(self, call: Call, interned: Interned, arrival_ns: int) -> Due:
         """Peers come when this rank does; calls of a group run one after the other."""
         if self._transfer is None:
             raise TraceIncompleteError(
@@ -154,14 +215,15 @@ class InTime:
         due_ns = begin_ns + self._transfer(call, interned)
         if queue:
             self._group_due_ns[queue] = due_ns
-        return due_ns
+        return Due(due_ns, begin_ns, TimeSource.ESTIMATED)
 
-    def _recorded_due(self, entry: int, arrival_ns: int) -> int | None:
+    def _recorded_due(self, entry: int, arrival_ns: int) -> Due | None:
         assert self._timer is not None
         for anchor in self._timer.anchors(entry):
             if anchor.entry not in (self._due_ns if anchor.completed else self._arrived_ns):
                 return None
-        return self._timer.due_ns(entry, arrival_ns, self._due_ns.__getitem__, self._arrived_ns.__getitem__)
+        due_ns = self._timer.due_ns(entry, arrival_ns, self._due_ns.__getitem__, self._arrived_ns.__getitem__)
+        return Due(due_ns, due_ns - self._timer.transfer_ns(entry), TimeSource.RECORDED)
 
     def _settle(self, entry: int, due_ns: int) -> None:
         """``entry`` is due at ``due_ns``: calls that were held for it may be due now too."""
@@ -170,21 +232,21 @@ class InTime:
         while progress:
             progress = False
             for held in list(self._held):
-                held_due_ns = self._recorded_due(held.entry, held.arrival_ns)
-                if held_due_ns is not None:
+                due = self._recorded_due(held.entry, held.arrival_ns)
+                if due is not None:
                     self._held.remove(held)
-                    self._due_ns[held.entry] = held_due_ns
-                    held.submit(held_due_ns)
+                    self._due_ns[held.entry] = due.due_ns
+                    held.submit(due)
                     progress = True
 
     def _asynchronous(
         self,
         call: Call,
-        record: CallRecord | None,
+        subject: Subject,
         fill: Fill,
         entry: int,
         arrival_ns: int,
-        due_ns: int | None,
+        due: Due | None,
     ) -> Work:
         future = new_future(call.device)
         result = call.result
@@ -201,16 +263,20 @@ class InTime:
 
         work: Work = _create_work_from_future(future)
 
-        def submit(at_ns: int) -> None:
-            self._works[work] = self._engine.submit(at_ns, arrive)
+        def submit(due: Due) -> None:
+            flight = _Flight(self._engine.submit(due.due_ns, arrive), due, subject)
+            self._works[work] = flight
+            for tensor in call.outputs:
+                self._flight_of_storage[storage_of(tensor)] = flight
 
-        if due_ns is not None:
-            submit(due_ns)
+        if due is not None:
+            submit(due)
         else:
             self._held.append(_Held(entry, arrival_ns, submit))
         if call.operator.name != "recv_any_source_":
             return work
-        source = record.completion.src_rank if record and record.completion else 0
+        completion = subject.record.completion if subject.record else None
+        source = completion.src_rank if completion else 0
 
         def finish(_: object) -> int:
             self.before_wait(work)

@@ -12,16 +12,17 @@ from ranklens_core.errors import RankLensError, StructureMismatchError
 from ranklens_core.lone_rank import LoneRank
 from ranklens_core.matching import Matcher
 from ranklens_core.replayer import Replayer
-from ranklens_core.schema import GroupRecord, Printed, RankRecord, Step
+from ranklens_core.schema import GroupRecord, Printed, RankRecord
+from ranklens_core.step_times import StepTimes, untimed_steps
 from ranklens_core.task import Result, Task
 from ranklens_core.verdict import (
     VERDICT_VERSION,
     CallCounts,
     EnvironmentDifference,
+    MemoryResult,
     PrintedResult,
     Provenance,
     Status,
-    StepResult,
     StructureResult,
     TimingResult,
     ValuesResult,
@@ -72,10 +73,18 @@ def make_verdict(
     record: RankRecord | None,
     differences: Sequence[EnvironmentDifference],
     error: BaseException | None,
+    times: StepTimes | None = None,
+    memory: MemoryResult | None = None,
 ) -> Verdict:
-    """The verdict of a run; ``matcher`` and ``record`` are None for an emulation."""
+    """The verdict of a run; ``matcher`` and ``record`` are None for an emulation, ``times`` where no time
+    was kept, ``memory`` where it was not watched."""
     status, message = judge(replayer, matcher, len(lone.steps.done), error)
-    steps = _steps(lone.steps.done, record.steps if record else (), timed=task.keeps_time)
+    recorded_steps = record.steps if record else ()
+    if times is None:
+        steps, timing = untimed_steps(lone.steps.done, recorded_steps), TimingResult()
+    else:
+        steps = times.steps(lone.steps.done, recorded_steps)
+        timing = times.timing(steps)
     return Verdict(
         version=VERDICT_VERSION,
         task=task.name,
@@ -101,7 +110,8 @@ def make_verdict(
             time={source: replayer.delivery.times[source] for source in TimeSource},
         ),
         steps=steps,
-        timing=_timing(steps),
+        timing=timing,
+        memory=memory,
         environment=tuple(differences),
         # made-up results give made-up losses: comparing them would say nothing
         printed=compare_printed(
@@ -145,27 +155,6 @@ def _shown_groups(groups: Sequence[GroupRecord]) -> list[GroupRecord]:
             if role in SHOWN_ROLES and (len(group.ranks) > 1 or role in SHOWN_ROLES[:3]):
                 best.setdefault(role, msgspec.structs.replace(group, role=role))
     return sorted(best.values(), key=lambda group: SHOWN_ROLES.index(group.role))
-
-
-def _steps(done: Sequence[Step], recorded: Sequence[Step], *, timed: bool) -> tuple[StepResult, ...]:
-    recorded_ns = {step.index: step.end_ns - step.begin_ns for step in recorded}
-    results = []
-    for step in done:
-        wall_ns, then_ns = step.end_ns - step.begin_ns, recorded_ns.get(step.index)
-        error_pct = 100 * (wall_ns - then_ns) / then_ns if timed and then_ns else None
-        results.append(
-            StepResult(index=step.index, wall_ns=wall_ns, recorded_ns=then_ns, error_pct=error_pct)
-        )
-    return tuple(results)
-
-
-def _timing(steps: Sequence[StepResult]) -> TimingResult:
-    """Errors over the steps after the first, which warms up (unless it is the only one)."""
-    errors = [abs(step.error_pct) for step in steps if step.error_pct is not None]
-    errors = errors[1:] or errors
-    if not errors:
-        return TimingResult(mean_abs_error_pct=None, worst_abs_error_pct=None)
-    return TimingResult(mean_abs_error_pct=sum(errors) / len(errors), worst_abs_error_pct=max(errors))
 
 
 def _is_success(error: BaseException) -> bool:

@@ -31,7 +31,8 @@ class LoneRank:
     """Installs everything but the handler; ``start`` does that, ``undo`` takes all of it back.
 
     ``local_world_size`` is how many ranks the job has on this rank's host; ``backend`` is the real
-    job's, ``""`` if unknown. Raises ``UsageError`` if the environment or torch.distributed is taken.
+    job's, ``""`` if unknown. ``on_step_begin`` is told that the first step begins, ``on_step_end`` that one
+    is over. Raises ``UsageError`` if the environment or torch.distributed is taken.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class LoneRank:
         backend: str,
         clock: Clock,
         on_step_end: Callable[[Step], None],
+        on_step_begin: Callable[[], None] = lambda: None,
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self.patches = Patches()
@@ -57,7 +59,7 @@ class LoneRank:
             let_fake_groups_coalesce(self.patches, backend)
             self.groups = Groups(self.made.append)
             self.patches.on_undo(self.groups.close)
-            self.steps = Steps(clock, lambda: None, on_step_end)
+            self.steps = Steps(clock, on_step_begin, on_step_end)
             self.adapters = Adapters(self.steps, strict=False)
             self.patches.on_undo(self.adapters.remove)
             # where a call was made is looked up only for the messages that need it

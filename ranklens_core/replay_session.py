@@ -5,20 +5,25 @@ from __future__ import annotations
 import os
 
 from ranklens_core import environment
-from ranklens_core.clock import Clock, MonotonicClock
+from ranklens_core.clock import Clock, MonotonicClock, PausableClock
 from ranklens_core.completion.cpu import CpuEngine, tighten_timers
+from ranklens_core.debugger import pause_at_prompts
 from ranklens_core.delivery import AtOnce, Delivery
 from ranklens_core.errors import ValuesMissingError
 from ranklens_core.in_time import InTime
 from ranklens_core.judgement import make_verdict
 from ranklens_core.lone_rank import LoneRank
 from ranklens_core.matching import Matcher
+from ranklens_core.memory import MemoryWatch
 from ranklens_core.replayer import Replayer
-from ranklens_core.schema import RankRecord
+from ranklens_core.schema import RankRecord, Step
+from ranklens_core.step_times import StepTimes
 from ranklens_core.task import OnMismatch, Result, Task
 from ranklens_core.timing.align import join_trace
 from ranklens_core.timing.arrival import ArrivalPlan, ArrivalTimer, plan_arrivals
 from ranklens_core.timing.binding import bind
+from ranklens_core.timing.exposed import recorded_exposed
+from ranklens_core.timing.ranklog import RankLog
 from ranklens_core.trace import Trace
 from ranklens_core.verdict import Verdict
 
@@ -42,6 +47,8 @@ class ReplaySession:
         self._rank_trace = trace.rank(rank)
         self.record: RankRecord = self._rank_trace.record
         self.verdict: Verdict | None = None
+        self._times: StepTimes | None = None
+        self._memory = MemoryWatch() if task.watches_memory else None
         if task.result is Result.RECORDED and not task.falls_back and not self.record.has_values:
             raise ValuesMissingError(
                 f"Rank {rank} was recorded without values, which --task {task.name} restores. Ranks with "
@@ -49,7 +56,7 @@ class ReplaySession:
                 "--task structure."
             )
         groups = {group.key: group for group in self.record.groups}
-        clock = clock or MonotonicClock()
+        clock = PausableClock(clock or MonotonicClock())
         # before the program runs: planning a large trace takes seconds
         plan = _arrivals(trace, rank) if task.keeps_time else None
         if task.keeps_time and self.record.has_values:
@@ -61,7 +68,8 @@ class ReplaySession:
             local_world_size=sum(other.host == self.record.host for other in trace.ranks.values()),
             backend=self.record.groups[0].backend if self.record.groups else "",
             clock=clock,
-            on_step_end=lambda _: None,
+            on_step_begin=self._on_step_begin,
+            on_step_end=self._on_step_end,
         )
         try:
             self._matcher = Matcher(
@@ -81,19 +89,55 @@ class ReplaySession:
                 self._lone.steps,
                 groups,
                 self._delivery(clock, plan),
+                self._memory.restored if self._memory else None,
             )
+            if self._memory is not None:
+                self._memory.ready()
             self._lone.start(self._replayer)
         except BaseException:
             self._lone.undo()
             raise
 
-    def _delivery(self, clock: Clock, plan: ArrivalPlan | None) -> Delivery:
+    def _delivery(self, clock: PausableClock, plan: ArrivalPlan | None) -> Delivery:
         if plan is None:
             return AtOnce()
         tighten_timers()
         engine = CpuEngine(clock)
         self._lone.patches.on_undo(engine.close)
-        return InTime(engine, clock, ArrivalTimer(plan), None, exact=True)
+
+        def pause() -> None:
+            clock.pause()
+            engine.pause()
+
+        def resume() -> None:
+            clock.resume()
+            engine.resume()
+
+        pause_at_prompts(self._lone.patches, pause, resume)
+        delivery = InTime(
+            engine,
+            clock,
+            ArrivalTimer(plan),
+            None,
+            exact=True,
+            groups={group.key: group for group in self.record.groups},
+        )
+        log = RankLog.read(self._rank_trace)
+        recorded = recorded_exposed(log, plan, self.record.steps)
+        self._times = StepTimes(delivery.exposed, recorded, engine.lateness, lambda: clock.lost_ns)
+        return delivery
+
+    def _on_step_begin(self) -> None:
+        if self._times is not None:
+            self._times.begin()
+        if self._memory is not None:
+            self._memory.begin()
+
+    def _on_step_end(self, step: Step) -> None:
+        if self._times is not None:
+            self._times.end(step)
+        if self._memory is not None:
+            self._memory.end(step)
 
     def close(self, error: BaseException | None = None) -> Verdict:
         """Undo everything and judge; ``error`` is what ended the program, None for its own end."""
@@ -107,6 +151,8 @@ class ReplaySession:
             record=self.record,
             differences=self._differences,
             error=error,
+            times=self._times,
+            memory=self._memory.result(self.record.groups) if self._memory else None,
         )
         self._rank_trace.close()
         return self.verdict

@@ -38,7 +38,8 @@ class Replayer:
     ``trace`` and ``matcher`` are None when nothing was recorded. ``groups`` maps group keys to records
     (with roles) for messages. Raises, from within the program's call, what ``Matcher.match`` does,
     and ``ValuesMissingError``; the first error is kept in ``fatal``, and raised again at every later
-    call in case the program swallowed it.
+    call in case the program swallowed it. With ``on_restored`` recorded values are let go of as soon as they
+    are restored, and it is told how many bytes they were.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Replayer:
         steps: Steps,
         groups: Mapping[str, GroupRecord],
         delivery: Delivery | None = None,
+        on_restored: Callable[[int], None] | None = None,
     ) -> None:
         self._trace = trace
         self._matcher = matcher
@@ -61,6 +63,7 @@ class Replayer:
         self._steps = steps
         self._groups = groups
         self.delivery = delivery or AtOnce()
+        self._on_restored = on_restored
         self._synthesiser = Synthesiser()
         self._handles = Handles()
         self._failures = RecordedFailures()
@@ -102,6 +105,7 @@ class Replayer:
         failure = self._failures.of_tensor(tensor)
         if failure is not None:
             raise failure
+        self.delivery.before_wait_tensor(tensor)
         return wait()
 
     def start_batch(self, pg: ProcessGroup) -> None:
@@ -189,5 +193,9 @@ class Replayer:
         def restore() -> None:
             for tensor, value in zip(outputs, values, strict=True):
                 write_bytes(tensor, value)
+            if self._on_restored is not None:
+                self._on_restored(sum(value.nbytes for value in values))
+                for address in completion.out_addresses:
+                    trace.release(address)
 
         return restore

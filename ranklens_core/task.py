@@ -61,6 +61,14 @@ TASKS = {
             keeps_time=True,
         ),
         Task(
+            "memory",
+            Result.RECORDED,
+            OnMismatch.REPORT,
+            "recorded results as soon as possible; the peak of memory in each step",
+            falls_back=True,
+            watches_memory=True,
+        ),
+        Task(
             "structure",
             Result.SYNTHESISED,
             OnMismatch.REPORT,

@@ -75,20 +75,89 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     time: dict[str, int]
 
 
+class StepParts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step's wall time is made of, ns: the program held by its calls, while peers were missing
+    (``wait_ns``) and after that (``transfer_ns``), and the rest (``compute_ns``)."""
+
+    wait_ns: int
+    transfer_ns: int
+    compute_ns: int
+
+
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One step's wall time now and as recorded; ``error_pct`` only where time was replayed."""
+    """One step's wall time now and as recorded; error and parts only where time was kept."""
 
     index: int
     wall_ns: int
     recorded_ns: int | None
     error_pct: float | None
+    parts: StepParts | None
+    recorded_parts: StepParts | None
+
+
+class Compared(msgspec.Struct, frozen=True, kw_only=True):
+    """A time a step, median over the steps, ns; ``recorded_ns`` is None where there is no record."""
+
+    replayed_ns: int
+    recorded_ns: int | None
+    error_pct: float | None
+
+
+class LatenessResult(msgspec.Struct, frozen=True, kw_only=True):
+    """How much after their due times results arrived, ns, over ``count`` results."""
+
+    count: int
+    p50_ns: int
+    p99_ns: int
+    max_ns: int
 
 
 class TimingResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Step-time errors in percent of the recorded; None where the task keeps no time."""
+    """Steps after the first against the record; all None where the task keeps no time.
 
-    mean_abs_error_pct: float | None
-    worst_abs_error_pct: float | None
+    Errors in percent of the recorded step. ``estimated_pct`` is the part of the exposed communication
+    (wait and transfer) whose time was estimated. ``paused_ns`` is how long time stood still because the
+    program was stopped in a debugger; no other time includes it.
+    """
+
+    mean_abs_error_pct: float | None = None
+    worst_abs_error_pct: float | None = None
+    step: Compared | None = None
+    wait: Compared | None = None
+    transfer: Compared | None = None
+    compute: Compared | None = None
+    estimated_pct: float | None = None
+    lateness: LatenessResult | None = None
+    paused_ns: int | None = None
+
+
+class MemoryStep(msgspec.Struct, frozen=True, kw_only=True):
+    """The most memory during a step."""
+
+    index: int
+    peak_bytes: int
+
+
+class CommBuffers(msgspec.Struct, frozen=True, kw_only=True):
+    """What the job's communication library holds besides, not measured: ``basis`` says what it rests on."""
+
+    nbytes: int
+    basis: str
+
+
+class MemoryResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Peaks by step. ``counter`` says what is counted, ``set_up_bytes`` is the peak before the first step.
+
+    RankLens' own part of a peak: ``own_tables_bytes`` (the trace's tables, measured) and at most
+    ``own_values_bytes`` (recorded values of the call being answered). ``comm_buffers`` are not in the peaks.
+    """
+
+    counter: str
+    set_up_bytes: int
+    steps: tuple[MemoryStep, ...]
+    own_tables_bytes: int
+    own_values_bytes: int
+    comm_buffers: CommBuffers
 
 
 class EnvironmentDifference(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,6 +193,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     provenance: Provenance
     steps: tuple[StepResult, ...]
     timing: TimingResult
+    memory: MemoryResult | None
     environment: tuple[EnvironmentDifference, ...]
     printed: PrintedResult
     bypassed: tuple[str, ...]
@@ -166,7 +236,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
             lines.extend(f"{'':<{W}}{line}" for line in values.first_divergence.text.splitlines())
         if self.printed.first_difference:
             lines.append(f"{'':<{W}}{self.printed.first_difference}")
-        lines.append(f"{'time':<{W}}{self._time()}")
+        lines.extend(f"{'' if index else 'time':<{W}}{line}" for index, line in enumerate(self._time()))
+        lines.extend(f"{'' if index else 'memory':<{W}}{line}" for index, line in enumerate(self._memory()))
         synthesised = self.provenance.result.get("synthesised", 0)
         if synthesised:
             lines.append(f"{'results':<{W}}{synthesised} synthesised, not the real job's values")
@@ -192,11 +263,63 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
             return f"     {last} as recorded"
         return f"     {printed.identical} of {printed.compared} printed losses and norms as recorded"
 
-    def _time(self) -> str:
-        if self.timing.mean_abs_error_pct is None:
-            return "not asked for"
-        times = ", ".join(f"{count} {source}" for source, count in self.provenance.time.items() if count)
-        return (
-            f"steps {self.timing.mean_abs_error_pct:.1f}% off the recorded on average, "
-            f"{self.timing.worst_abs_error_pct:.1f}% at worst     calls: {times}"
-        )
+    def _time(self) -> list[str]:
+        timing = self.timing
+        if timing.step is None:
+            return ["not asked for" if timing.lateness is None else "no step came to its end"]
+        calls = ", ".join(f"{count} {source}" for source, count in self.provenance.time.items() if count)
+        steps = f"a step takes {timing.step.replayed_ns / 1e6:.1f} ms"
+        if timing.mean_abs_error_pct is not None:
+            steps = (
+                f"steps {timing.mean_abs_error_pct:.1f}% off the recorded on average, "
+                f"{timing.worst_abs_error_pct:.1f}% at worst"
+            )
+        parts = [
+            f"{name} {_against(part)}"
+            for name, part in (
+                ("step", timing.step),
+                ("waiting", timing.wait),
+                ("transfer", timing.transfer),
+                ("compute", timing.compute),
+            )
+            if part
+        ]
+        recorded = " (recorded)" if timing.step.recorded_ns is not None else ""
+        lines = [f"{steps}     calls: {calls}", f"median ms{recorded}: {', '.join(parts)}"]
+        if timing.estimated_pct:
+            lines.append(f"{timing.estimated_pct:.0f}% of the exposed communication is estimated")
+        late = timing.lateness
+        if late and late.count:
+            us = [f"{ns / 1e3:.0f} us" for ns in (late.p50_ns, late.p99_ns, late.max_ns)]
+            lines.append(f"results late by {us[0]} (p50), {us[1]} (p99), {us[2]} (most)")
+        if timing.paused_ns:
+            lines.append(f"time stood still for {timing.paused_ns / 1e9:.1f} s in the debugger")
+        return lines
+
+    def _memory(self) -> list[str]:
+        memory = self.memory
+        if memory is None:
+            return []
+        set_up = f"set-up {_mib(memory.set_up_bytes)}"
+        if not memory.steps:
+            return [f"no step came to its end     {set_up} {memory.counter}"]
+        most = max(memory.steps, key=lambda step: step.peak_bytes)
+        least = min(step.peak_bytes for step in memory.steps)
+        buffers = memory.comm_buffers
+        own = f"{_mib(memory.own_tables_bytes)} tables, {_mib(memory.own_values_bytes)} values"
+        return [
+            f"peak {_mib(most.peak_bytes)} {memory.counter}, in step {most.index}     "
+            f"least of a step {_mib(least)}, {set_up}",
+            f"RankLens' own in it at most: {own}",
+            f"communication buffers not in it: {_mib(buffers.nbytes)} ({buffers.basis})",
+        ]
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f} MiB"
+
+
+def _against(part: Compared) -> str:
+    """Milliseconds, ``12.3 (12.0)`` with the recorded ones."""
+    now = f"{part.replayed_ns / 1e6:.1f}"
+    return now if part.recorded_ns is None else f"{now} ({part.recorded_ns / 1e6:.1f})"

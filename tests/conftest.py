@@ -52,6 +52,7 @@ class RunCli(Protocol):
         timeout: float = ...,
         cwd: Path | None = ...,
         env: dict[str, str] | None = ...,
+        stdin: str | None = ...,
     ) -> CliResult: ...
 
 
@@ -59,8 +60,9 @@ class RunCli(Protocol):
 def run_cli(tmp_path: Path) -> RunCli:
     """``run_cli("info", trace)``: run ``python -m ranklens_core info TRACE`` in a process of its own.
 
-    Works in ``tmp_path`` unless ``cwd`` is given; ``env`` is added to the environment. A command
-    that takes more than ``timeout`` seconds is ended, its local ranks too, and the test fails.
+    Works in ``tmp_path`` unless ``cwd`` is given; ``env`` is added to the environment, ``stdin`` is what
+    the command reads. A command that takes more than ``timeout`` seconds is ended, its local ranks too,
+    and the test fails.
     """
 
     def run(
@@ -68,27 +70,30 @@ def run_cli(tmp_path: Path) -> RunCli:
         timeout: float = CLI_TIMEOUT_S,
         cwd: Path | None = None,
         env: dict[str, str] | None = None,
+        stdin: str | None = None,
     ) -> CliResult:
         command = [sys.executable, "-m", "ranklens_core", *map(str, args)]
-        return run_command(command, timeout=timeout, cwd=cwd or tmp_path, env=env)
+        return run_command(command, timeout=timeout, cwd=cwd or tmp_path, env=env, stdin=stdin)
 
     return run
 
 
-def run_command(command: list[str], *, timeout: float, cwd: Path, env: dict[str, str] | None) -> CliResult:
+def run_command(
+    command: list[str], *, timeout: float, cwd: Path, env: dict[str, str] | None, stdin: str | None = None
+) -> CliResult:
     """Run ``command`` in its own session; if it is too slow, end all of that session's processes."""
     with subprocess.Popen(
         command,
         cwd=cwd,
         env=os.environ | (env or {}),
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     ) as process:
         try:
-            stdout, stderr = process.communicate(timeout=timeout)
+            stdout, stderr = process.communicate(stdin, timeout=timeout)
         except BaseException as error:
             os.killpg(process.pid, signal.SIGKILL)
             stdout, stderr = process.communicate()

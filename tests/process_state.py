@@ -21,6 +21,7 @@ import psutil
 WATCHED = [
     "builtins",
     "os",
+    "pdb:Pdb",
     "subprocess",
     "torch",
     "torch:Tensor",

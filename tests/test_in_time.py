@@ -14,12 +14,13 @@ from ranklens_core.c10d.groups import Groups
 from ranklens_core.c10d.interpose import install
 from ranklens_core.c10d.signature import Signatures
 from ranklens_core.c10d.work import FINISHED, Handles
-from ranklens_core.clock import ManualClock
+from ranklens_core.clock import ManualClock, PausableClock
 from ranklens_core.completion.cpu import CpuEngine
 from ranklens_core.delivery import TimeSource
 from ranklens_core.in_time import InTime
 from ranklens_core.schema import CallRecord, CallRow, CompletionRow, Phase
 from ranklens_core.timing.arrival import Anchor, ArrivalTimer, Basis
+from ranklens_core.timing.exposed import Exposed
 
 
 class Timer(ArrivalTimer):
@@ -88,8 +89,9 @@ class Stage:
 
     def __init__(self, entries: dict[int, tuple[tuple[Anchor, ...], int]]) -> None:
         self.clock = ManualClock(1000)
-        self.engine = CpuEngine(self.clock, threaded=False)
-        self.delivery = InTime(self.engine, self.clock, Timer(entries), None, exact=True)
+        self.time = PausableClock(self.clock)
+        self.engine = CpuEngine(self.time, threaded=False)
+        self.delivery = InTime(self.engine, self.time, Timer(entries), None, exact=True)
         self.groups = Groups(lambda _: None)
         signatures = Signatures(self.groups, None, lambda _: None)
         self.interposer = install(Answers(self.delivery, signatures))  # type: ignore[arg-type]
@@ -194,3 +196,74 @@ def test_closing_leaves_no_call_unanswered(stages: list[Stage]) -> None:
     work = dist.all_reduce(value, async_op=True)
     stage.delivery.close()
     assert (work.is_completed(), value.item()) == (True, 100)
+
+
+def test_a_stop_in_the_debugger_shifts_what_is_due(stages: list[Stage]) -> None:
+    stage = Stage({0: ((), 30), 1: ((Anchor(0, True, 50),), 7)})
+    stages.append(stage)
+    work = dist.all_reduce(torch.zeros(2), async_op=True)
+    stage.clock.advance(10)
+    stage.time.pause()
+    stage.clock.advance(5000)
+    stage.engine.run_due()
+    assert not work.is_completed()
+    stage.time.resume()
+    work.wait()
+    assert (stage.time.now_ns(), stage.clock.now_ns()) == (1030, 6030)
+    dist.all_reduce(torch.zeros(2))
+    assert (stage.time.now_ns(), stage.clock.now_ns()) == (1030 + 50 + 7, 6030 + 50 + 7)
+    assert stage.engine.lateness().max_ns == 0
+
+
+def test_waiting_at_the_prompt_moves_time_on(stages: list[Stage]) -> None:
+    stage = Stage({0: ((), 30)})
+    stages.append(stage)
+    value = torch.zeros(2)
+    work = dist.all_reduce(value, async_op=True)
+    stage.time.pause()
+    work.wait()
+    assert (value.tolist(), stage.time.now_ns(), stage.clock.now_ns()) == ([100, 100], 1030, 1000)
+    stage.clock.advance(400)
+    stage.time.resume()
+    assert stage.time.now_ns() == 1030
+
+
+def test_a_call_made_at_the_prompt_is_answered_at_once(stages: list[Stage]) -> None:
+    stage = Stage({0: ((), 30)})
+    stages.append(stage)
+    stage.time.pause()
+    stage.engine.pause()
+    work = dist.all_reduce(torch.zeros(2), async_op=True)
+    assert work.is_completed()
+    stage.engine.resume()
+    stage.time.resume()
+
+
+@pytest.mark.parametrize(
+    ("compute_ns", "wait_ns", "transfer_ns"),
+    # as in test_early_equal_and_late_survivors: the first call takes 10, the second one's transfer 7
+    [(50, 0, 17), (20, 30, 17), (80, 0, 17)],
+)
+def test_waiting_is_told_from_transfer(
+    stages: list[Stage], compute_ns: int, wait_ns: int, transfer_ns: int
+) -> None:
+    stage = Stage({0: FIRST, 1: ((Anchor(0, True, 50),), 7)})
+    stages.append(stage)
+    dist.all_reduce(torch.zeros(2))
+    stage.clock.advance(compute_ns)
+    dist.all_reduce(torch.zeros(2))
+    assert stage.delivery.exposed.take() == Exposed(wait_ns, transfer_ns, 0)
+
+
+def test_what_is_overlapped_is_not_exposed(stages: list[Stage]) -> None:
+    # the peer comes 40 after the first call's end, the transfer takes 30: due at 1080
+    stage = Stage({0: FIRST, 1: ((Anchor(0, True, 40),), 30)})
+    stages.append(stage)
+    dist.all_reduce(torch.zeros(2))
+    stage.delivery.exposed.take()
+    work = dist.all_reduce(torch.zeros(2), async_op=True)
+    stage.clock.advance(55)
+    work.wait()
+    assert stage.delivery.exposed.take() == Exposed(0, 15, 0)
+    work.wait()
+    assert stage.delivery.exposed.take() == Exposed(0, 0, 0)

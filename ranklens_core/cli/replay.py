@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     "--task",
     default="debug",
     show_default=True,
-    metavar="debug|profile|structure",
+    metavar="debug|profile|memory|structure",
     help="What the replay is for.",
 )
 @click.option(

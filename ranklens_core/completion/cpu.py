@@ -12,6 +12,7 @@ import heapq
 import logging
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ PR_SET_TIMERSLACK = 29
 """From linux/prctl.h: how late the kernel may end a thread's sleeps (50 us unless set)."""
 
 LATE_SAMPLES = 65_536
-"""How many deliveries the lateness figures remember at most."""
+"""How many deliveries, the last ones, the percentiles of the lateness are of."""
 
 
 class Completion:
@@ -76,7 +77,11 @@ class CpuEngine:
         self._changed = threading.Condition()
         self._orders = 0
         self._closed = False
-        self._late_ns: list[int] = []
+        self._paused = False
+        self._noting = threading.Lock()
+        self._late_ns: deque[int] = deque(maxlen=LATE_SAMPLES)
+        self._latest_ns = 0
+        self._arrived = 0
         self._thread: threading.Thread | None = None
         self._switch_interval_s = sys.getswitchinterval()
         if threaded:
@@ -92,10 +97,25 @@ class CpuEngine:
                 raise UsageError("The replay is over: no call can be answered any more.")
             completion = Completion(due_ns, self._orders, deliver)
             self._orders += 1
-            heapq.heappush(self._heap, completion)
-            if self._heap[0] is completion:
-                self._changed.notify()
+            if not self._paused:
+                heapq.heappush(self._heap, completion)
+                if self._heap[0] is completion:
+                    self._changed.notify()
+                return completion
+        # made at a debugger's prompt, which may wait for it in a way that time does not see
+        completion.deliver(self._clock)
         return completion
+
+    def pause(self) -> None:
+        """The clock stands still: until ``resume``, what is submitted is delivered at once."""
+        with self._changed:
+            self._paused = True
+
+    def resume(self) -> None:
+        """The clock goes on."""
+        with self._changed:
+            self._paused = False
+            self._changed.notify()
 
     def wait_for(self, completion: Completion) -> None:
         """Block until ``completion`` has arrived; the calling thread delivers it at its time."""
@@ -111,6 +131,11 @@ class CpuEngine:
                 self._deliver(completion)
         self._clock.sleep_until(due_ns)
 
+    def arrive_at(self, due_ns: int) -> None:
+        """``sleep_until`` for a result that the calling thread itself takes: its lateness counts."""
+        self.sleep_until(due_ns)
+        self._note_late(self._clock.now_ns() - due_ns)
+
     def run_due(self) -> None:
         """Deliver all that is due by now, in order."""
         while (completion := self._pop(self._clock.now_ns())) is not None:
@@ -122,7 +147,7 @@ class CpuEngine:
         if not late:
             return Lateness(0, 0, 0, 0)
         last = len(late) - 1
-        return Lateness(len(late), late[last // 2], late[last * 99 // 100], late[last])
+        return Lateness(self._arrived, late[last // 2], late[last * 99 // 100], self._latest_ns)
 
     def close(self) -> None:
         """Deliver what is left at once and end the thread. Idempotent.
@@ -148,7 +173,7 @@ class CpuEngine:
             with self._changed:
                 if self._closed:
                     return
-                if not self._heap:
+                if self._paused or not self._heap:
                     self._changed.wait()
                     continue
                 left_ns = self._heap[0].due_ns - self._clock.now_ns()
@@ -169,8 +194,15 @@ class CpuEngine:
             self._note(completion)
 
     def _note(self, completion: Completion) -> None:
-        if completion.done_ns is not None and len(self._late_ns) < LATE_SAMPLES:
-            self._late_ns.append(completion.done_ns - completion.due_ns)
+        if completion.done_ns is not None:
+            self._note_late(completion.done_ns - completion.due_ns)
+
+    def _note_late(self, late_ns: int) -> None:
+        with self._noting:
+            self._arrived += 1
+            self._late_ns.append(late_ns)
+            if late_ns > self._latest_ns:
+                self._latest_ns = late_ns
 
 
 def tighten_timers() -> None:

@@ -100,6 +100,10 @@ class ArrivalTimer:
         """What the due time of ``entry`` rests on."""
         return Basis(self._basis[entry])
 
+    def transfer_ns(self, entry: int) -> int:
+        """How long the transfer of ``entry`` took, from the last arrival to the end."""
+        return self._transfer_ns[entry]
+
     def due_ns(
         self,
         entry: int,

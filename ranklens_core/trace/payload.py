@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -20,6 +21,10 @@ ROLL_AT_BYTES = 1 << 30
 
 ALIGNMENT = 64
 """Values begin at multiples of this, so that a mapped value can be viewed as any dtype."""
+
+
+FAULT_AROUND_BYTES = 1 << 16
+"""Linux maps the neighbourhood, aligned to this, of a page of a file that is touched (fault_around_bytes)."""
 
 
 class ValueRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,6 +138,18 @@ class PayloadReader:
             raise damaged(f"{self._path}/{payload_file(place.file)}", text)
         self._checked[address] = value
         return value
+
+    def release(self, address: bytes) -> None:
+        """Give the memory that a value takes back to the system; where it is needed again, it is read again.
+
+        Does nothing for values that are not mapped (a remote trace's).
+        """
+        place = self._places.get(address)
+        whole = self._files[place.file].obj if place is not None and place.file in self._files else None
+        if place is not None and isinstance(whole, mmap.mmap) and place.nbytes:
+            begin = place.offset - place.offset % FAULT_AROUND_BYTES
+            end = min(len(whole), place.offset + place.nbytes + FAULT_AROUND_BYTES)
+            whole.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def _file(self, number: int) -> memoryview:
         if number not in self._files:

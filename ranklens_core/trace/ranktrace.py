@@ -118,6 +118,10 @@ class RankTrace:
             )
         return self.values.get(address)
 
+    def release(self, address: bytes) -> None:
+        """Let go of the memory of a value that ``payload`` gave; its bytes stay valid."""
+        self.values.release(address)
+
     def warm(self, max_bytes: int) -> int:
         """Read and check values, up to ``max_bytes`` of them, in the order they were recorded.
 
