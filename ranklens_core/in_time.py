@@ -6,6 +6,7 @@ it pending until then, futures and their callbacks run then, outputs change only
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -43,6 +44,16 @@ def _recorders_own(record: CallRecord | None) -> tuple[int, int]:
     return row.start_ns - row.enqueue_ns, max(0, end.return_ns - end.end_ns) if end.return_ns else 0
 
 
+class _Thread(threading.local):
+    """How far the calling thread is behind where it would be if RankLens' own work took no time, ns.
+
+    Of a virtual timeline that work is no part. What it takes in calls that do not hold the program is made up
+    for in those that do: they begin that much earlier than they were made.
+    """
+
+    behind_ns = 0
+
+
 class Due(NamedTuple):
     """When a call's result arrives, and when the last of its peers does, from where its transfer runs, ns."""
 
@@ -75,7 +86,8 @@ class InTime:
 
     ``timer`` gives recorded times, ``transfer`` estimated ones for calls without; one of them may be
     None. ``exact`` says that every recorded call will be made in the recorded order (a mismatch is an
-    error): only then may a due time wait for calls to come. ``groups`` names the groups in profiles.
+    error): only then may a due time wait for calls to come. ``virtual`` says that the timer's times are of a
+    virtual timeline: they count as estimated, and RankLens' own work is not in them. ``groups`` names the groups in profiles.
     ``exposed`` adds up how long calls held the program.
     """
 
@@ -87,6 +99,7 @@ class InTime:
         transfer: Transfer | None,
         *,
         exact: bool,
+        virtual: bool = False,
         groups: Mapping[str, GroupRecord] | None = None,
     ) -> None:
         self._engine = engine
@@ -94,6 +107,9 @@ class InTime:
         self._timer = timer
         self._transfer = transfer
         self._exact = exact
+        self._virtual = virtual
+        self._source = TimeSource.ESTIMATED if virtual else TimeSource.RECORDED
+        self._thread = _Thread()
         self._arrived_ns: dict[int, int] = {}
         self._due_ns: dict[int, int] = {}
         self._held: list[_Held] = []
@@ -115,18 +131,29 @@ class InTime:
         """See ``Delivery``."""
         if self._failure is not None:
             raise self._failure
-        before_ns, after_ns = _recorders_own(record)
-        arrival_ns = max(self._now_ns(), entered_ns + before_ns)
+        if self._virtual:
+            before_ns, after_ns = 0, 0
+            arrival_ns = entered_ns - self._thread.behind_ns
+        else:
+            before_ns, after_ns = _recorders_own(record)
+            arrival_ns = max(self._now_ns(), entered_ns + before_ns)
         entry = record.row.entry if record is not None else -1
         due = self._due(call, interned, entry, arrival_ns)
         subject = Subject(call.operator.name, interned, record)
         if due is not None and not call.is_async:
-            self._block(subject, due, fill, arrival_ns, after_ns)
+            self._block(subject, due, fill, entered_ns if self._virtual else arrival_ns, after_ns)
+            self._goes_on(due.due_ns)
             return None if call.operator.returns is Returns.NOTHING else FINISHED
         work = self._asynchronous(call, subject, fill, entry, arrival_ns, due)
         if before_ns > self._now_ns() - entered_ns:
             self._engine.sleep_until(entered_ns + before_ns)
+        self._goes_on(arrival_ns)
         return work
+
+    def _goes_on(self, should_ns: int) -> None:
+        """The program goes on now; in the job it did at ``should_ns``."""
+        if self._virtual:
+            self._thread.behind_ns = max(0, self._now_ns() - should_ns)
 
     def before_wait(self, work: Work) -> None:
         """Wait for the result of ``work`` in the program's own thread."""
@@ -151,8 +178,12 @@ class InTime:
         )
 
     def _wait(self, flight: _Flight | None) -> None:
-        if flight is not None and flight.completion.done_ns is None:
+        if flight is None:
+            return
+        should_ns = max(self._now_ns() - self._thread.behind_ns, flight.due.due_ns)
+        if flight.completion.done_ns is None:
             self._hold(flight.subject, flight.due, lambda: self._engine.wait_for(flight.completion))
+        self._goes_on(should_ns)
 
     def _hold(self, subject: Subject, due: Due, until_due: Callable[[], None]) -> None:
         """The program is held by a call: ``until_due()`` returns when the result is there."""
@@ -184,7 +215,7 @@ class InTime:
         if self._timer is not None and entry >= 0 and self._timer.basis(entry) in _TIMED:
             due = self._recorded_due(entry, arrival_ns)
             if due is not None:
-                self.times[TimeSource.RECORDED] += 1
+                self.times[self._source] += 1
                 self._settle(entry, due.due_ns)
                 return due
             if self._exact:
@@ -194,7 +225,7 @@ class InTime:
                         "that come after it, though the program waits for it: the trace contradicts "
                         "itself. Record again, or ask for --task debug."
                     )
-                self.times[TimeSource.RECORDED] += 1
+                self.times[self._source] += 1
                 return None
         due = self._estimated_due(call, interned, arrival_ns)
         self.times[TimeSource.ESTIMATED] += 1
@@ -223,7 +254,7 @@ class InTime:
             if anchor.entry not in (self._due_ns if anchor.completed else self._arrived_ns):
                 return None
         due_ns = self._timer.due_ns(entry, arrival_ns, self._due_ns.__getitem__, self._arrived_ns.__getitem__)
-        return Due(due_ns, due_ns - self._timer.transfer_ns(entry), TimeSource.RECORDED)
+        return Due(due_ns, due_ns - self._timer.transfer_ns(entry), self._source)
 
     def _settle(self, entry: int, due_ns: int) -> None:
         """``entry`` is due at ``due_ns``: calls that were held for it may be due now too."""

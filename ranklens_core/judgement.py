@@ -12,7 +12,7 @@ from ranklens_core.errors import RankLensError, StructureMismatchError
 from ranklens_core.lone_rank import LoneRank
 from ranklens_core.matching import Matcher
 from ranklens_core.replayer import Replayer
-from ranklens_core.schema import GroupRecord, Printed, RankRecord
+from ranklens_core.schema import GroupRecord, Printed, RankRecord, Step
 from ranklens_core.step_times import StepTimes, untimed_steps
 from ranklens_core.task import Result, Task
 from ranklens_core.verdict import (
@@ -73,13 +73,13 @@ def make_verdict(
     record: RankRecord | None,
     differences: Sequence[EnvironmentDifference],
     error: BaseException | None,
+    recorded_steps: Sequence[Step] = (),
     times: StepTimes | None = None,
     memory: MemoryResult | None = None,
 ) -> Verdict:
     """The verdict of a run; ``matcher`` and ``record`` are None for an emulation, ``times`` where no time
-    was kept, ``memory`` where it was not watched."""
+    was kept, ``recorded_steps`` are in the clock of the recording, ``memory`` where it was not watched."""
     status, message = judge(replayer, matcher, len(lone.steps.done), error)
-    recorded_steps = record.steps if record else ()
     if times is None:
         steps, timing = untimed_steps(lone.steps.done, recorded_steps), TimingResult()
     else:

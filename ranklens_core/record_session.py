@@ -20,12 +20,13 @@ from ranklens_core.c10d.site import Sites
 from ranklens_core.clock import Clock, MonotonicClock
 from ranklens_core.errors import UsageError
 from ranklens_core.leaving import before_exit
+from ranklens_core.own_cores import CorePlan
 from ranklens_core.patches import Patches
 from ranklens_core.place import RankEnvironment
 from ranklens_core.printed import PrintedMetrics
 from ranklens_core.program import Program
 from ranklens_core.recorder import Recorder, Values
-from ranklens_core.schema import OLDEST_READER, TRACE_VERSION, RunRecord, Signature, Step
+from ranklens_core.schema import OLDEST_READER, TRACE_VERSION, GroupRecord, RunRecord, Signature, Step
 from ranklens_core.steps import OptimizerSteps, Steps
 from ranklens_core.trace import RUN_FILE, RankHeader, TraceWriter, prepare_directory, write_run
 
@@ -64,7 +65,9 @@ class RecordSession:
         window: tuple[int, int | None] | None = None,
         overwrite: bool = False,
         clock: Clock | None = None,
+        cores: CorePlan | None = None,
     ) -> None:
+        self._cores = cores
         directory = directory.absolute()  # files are added while the program may change its directory
         prepare_directory(directory, overwrite, rank=place.rank)
         clock = clock or MonotonicClock()
@@ -84,7 +87,7 @@ class RecordSession:
         for item in environment.capture():
             self.writer.environment(item)
         self.steps = Steps(clock, self._name_roles, self._step_ended)
-        self._groups = Groups(self.writer.group)
+        self._groups = Groups(self._new_group)
         self.adapters = Adapters(self.steps, strict=False)
         signatures = Signatures(self._groups, Sites(TIMER_FILES), self._new_signature)
         self.recorder = Recorder(self.writer, signatures, self.steps, Values(keep_values, window), clock)
@@ -118,6 +121,12 @@ class RecordSession:
         self.writer.close(status)
         return status
 
+    def _new_group(self, group: GroupRecord) -> None:
+        self.writer.group(group)
+        if self._cores is not None:
+            # the backend has threads for the group by now
+            self._cores.move_helpers(self.rank)
+
     def _new_signature(self, signature: Signature) -> None:
         self.writer.signature(signature)
 
@@ -133,6 +142,8 @@ class RecordSession:
         self.writer.step(step)
         if step.index == 0:
             self._name_roles()
+            if self._cores is not None:
+                self._cores.move_helpers(self.rank)
 
 
 def _write_run_file(directory: Path, run: RunRecord) -> None:

@@ -19,11 +19,9 @@ from ranklens_core.replayer import Replayer
 from ranklens_core.schema import RankRecord, Step
 from ranklens_core.step_times import StepTimes
 from ranklens_core.task import OnMismatch, Result, Task
-from ranklens_core.timing.align import join_trace
-from ranklens_core.timing.arrival import ArrivalPlan, ArrivalTimer, plan_arrivals
-from ranklens_core.timing.binding import bind
+from ranklens_core.timing.arrival import ArrivalTimer
 from ranklens_core.timing.exposed import recorded_exposed
-from ranklens_core.timing.ranklog import RankLog
+from ranklens_core.timing.survivor import replay_timing
 from ranklens_core.trace import Trace
 from ranklens_core.verdict import Verdict
 
@@ -58,7 +56,7 @@ class ReplaySession:
         groups = {group.key: group for group in self.record.groups}
         clock = PausableClock(clock or MonotonicClock())
         # before the program runs: planning a large trace takes seconds
-        plan = _arrivals(trace, rank) if task.keeps_time else None
+        self._timing = replay_timing(trace, rank) if task.keeps_time else None
         if task.keeps_time and self.record.has_values:
             self._rank_trace.warm(WARM_BYTES)
         self._lone = LoneRank(
@@ -88,7 +86,7 @@ class ReplaySession:
                 self._lone.sites,
                 self._lone.steps,
                 groups,
-                self._delivery(clock, plan),
+                self._delivery(clock),
                 self._memory.restored if self._memory else None,
             )
             if self._memory is not None:
@@ -98,8 +96,9 @@ class ReplaySession:
             self._lone.undo()
             raise
 
-    def _delivery(self, clock: PausableClock, plan: ArrivalPlan | None) -> Delivery:
-        if plan is None:
+    def _delivery(self, clock: PausableClock) -> Delivery:
+        timing = self._timing
+        if timing is None:
             return AtOnce()
         tighten_timers()
         engine = CpuEngine(clock)
@@ -117,13 +116,13 @@ class ReplaySession:
         delivery = InTime(
             engine,
             clock,
-            ArrivalTimer(plan),
+            ArrivalTimer(timing.plan),
             None,
             exact=True,
+            virtual=timing.virtual,
             groups={group.key: group for group in self.record.groups},
         )
-        log = RankLog.read(self._rank_trace)
-        recorded = recorded_exposed(log, plan, self.record.steps)
+        recorded = recorded_exposed(timing.log, timing.plan, timing.steps)
         self._times = StepTimes(delivery.exposed, recorded, engine.lateness, lambda: clock.lost_ns)
         return delivery
 
@@ -149,6 +148,7 @@ class ReplaySession:
             replayer=self._replayer,
             matcher=self._matcher,
             record=self.record,
+            recorded_steps=self._timing.steps if self._timing else self.record.steps,
             differences=self._differences,
             error=error,
             times=self._times,
@@ -156,11 +156,6 @@ class ReplaySession:
         )
         self._rank_trace.close()
         return self.verdict
-
-
-def _arrivals(trace: Trace, rank: int) -> ArrivalPlan:
-    joined, _ = join_trace(trace)
-    return plan_arrivals(joined, bind(joined), rank)
 
 
 def _ranks_with_values(trace: Trace) -> str:

@@ -42,6 +42,7 @@ FLOORS: list[list[str]] = [
         "preimport",
         "printed",
         "place",
+        "own_cores",
         "rank_failure",
         "rank_output",
         "rank_process",
