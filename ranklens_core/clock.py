@@ -6,6 +6,8 @@ host need no alignment among each other. ``ManualClock`` is for tests.
 
 from __future__ import annotations
 
+import io
+import os
 import threading
 import time
 from typing import NamedTuple, Protocol
@@ -20,6 +22,11 @@ class Clock(Protocol):
 
     def thread_cpu_ns(self) -> int:
         """CPU nanoseconds the calling thread has used."""
+        ...
+
+    def thread_delay_ns(self) -> int:
+        """Nanoseconds for which the calling thread was ready to run but others had its core; 0 where the
+        system does not tell."""
         ...
 
     def realtime_ns(self) -> int:
@@ -42,11 +49,41 @@ class MonotonicClock:
     thread_cpu_ns = staticmethod(time.thread_time_ns)
     realtime_ns = staticmethod(time.time_ns)
 
+    def __init__(self) -> None:
+        self._run_delay = _RunDelay()
+
+    def thread_delay_ns(self) -> int:
+        """The scheduler's ``run_delay``: the second number of /proc/<pid>/task/<tid>/schedstat on Linux
+        (Documentation/scheduler/sched-stats.rst in its source)."""
+        return self._run_delay.read_ns()
+
     def sleep_until(self, due_ns: int) -> None:
         """Sleep, and watch the clock for the last microseconds; never holds the GIL while it sleeps."""
         while (left_ns := due_ns - time.monotonic_ns()) > 0:
             if left_ns > WATCH_NS:
                 time.sleep((left_ns - WATCH_NS) / 1e9)
+
+
+class _RunDelay(threading.local):
+    """The calling thread's ``schedstat``, opened once a thread and process."""
+
+    def __init__(self) -> None:
+        self._pid = 0
+        self._file: io.FileIO | None = None
+
+    def read_ns(self) -> int:
+        if self._pid != os.getpid():  # a forked child is another thread
+            self._pid = os.getpid()
+            self._file = self._open()
+        return int(os.pread(self._file.fileno(), 64, 0).split()[1]) if self._file else 0
+
+    @staticmethod
+    def _open() -> io.FileIO | None:
+        try:
+            file = io.FileIO(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+        except OSError:
+            return None  # not Linux, or a kernel without scheduler statistics
+        return file
 
 
 class ManualClock:
@@ -60,6 +97,7 @@ class ManualClock:
 
     def __init__(self, now_ns: int = 0) -> None:
         self._now_ns = now_ns
+        self.delay_ns = 0
         self._moved = threading.Condition()
 
     def now_ns(self) -> int:
@@ -67,6 +105,9 @@ class ManualClock:
 
     def thread_cpu_ns(self) -> int:
         return self._now_ns
+
+    def thread_delay_ns(self) -> int:
+        return self.delay_ns
 
     def realtime_ns(self) -> int:
         return self._now_ns
@@ -105,6 +146,7 @@ class PausableClock:
         self._holder: int | None = None
         self._changed = threading.Condition()
         self.thread_cpu_ns = clock.thread_cpu_ns
+        self.thread_delay_ns = clock.thread_delay_ns
         self.realtime_ns = clock.realtime_ns
 
     @property

@@ -78,8 +78,8 @@ def make_verdict(
     memory: MemoryResult | None = None,
 ) -> Verdict:
     """The verdict of a run; ``matcher`` and ``record`` are None for an emulation, ``times`` where no time
-    was kept, ``recorded_steps`` are in the clock of the recording, ``memory`` where it was not watched."""
-    status, message = judge(replayer, matcher, len(lone.steps.done), error)
+    was kept, ``memory`` where it was not watched. ``recorded_steps`` are in the clock that is kept."""
+    status, message = judge(replayer, matcher, len(lone.steps.done), lone.refused or error)
     if times is None:
         steps, timing = untimed_steps(lone.steps.done, recorded_steps), TimingResult()
     else:
@@ -104,6 +104,7 @@ def make_verdict(
             identical=replayer.scores.identical,
             compared=replayer.scores.compared,
             first_divergence=replayer.scores.first_divergence,
+            why_none="" if replayer.scores.compared else why_none_compared(task, matcher, record),
         ),
         provenance=Provenance(
             result={source: replayer.provenance[source] for source in Result},
@@ -129,6 +130,24 @@ def make_verdict(
             and (not SHOWN_VERSIONS[item.name] or SHOWN_VERSIONS[item.name] in lone.frameworks)
         ),
     )
+
+
+def why_none_compared(task: Task, matcher: Matcher | None, record: RankRecord | None) -> str:
+    """Why no input was compared, in words: a good verdict must not seem to say more than it does."""
+    if matcher is None or record is None:
+        return "nothing was recorded"
+    if not task.compares:
+        return f"--task {task.name} compares none"
+    if matcher.comparable:
+        return f"the replay made none of the {matcher.comparable} calls that could have been"
+    if record.value_steps is not None and matcher.training_total:
+        first, end = record.value_steps
+        return f"the recorded window, --steps {first}:{'' if end is None else end}, has no training call"
+    if not record.steps:
+        return "the program made no training step (an optimizer's step after a forward)"
+    if not matcher.training_total:
+        return "no call inside a training step moves floating-point numbers"
+    return "the training calls have no inputs of this rank's (it only receives)"
 
 
 def compare_printed(recorded: Sequence[Printed], now: Sequence[Printed]) -> PrintedResult:

@@ -10,16 +10,19 @@ import torch
 from torch._C._distributed_c10d import ProcessGroup
 
 from ranklens_core.adapters import TIMER_FILES, Adapters
-from ranklens_core.c10d.call import Handler
 from ranklens_core.c10d.groups import Groups
 from ranklens_core.c10d.interpose import install
+from ranklens_core.c10d.patience import Patience
 from ranklens_core.c10d.signature import Signatures
 from ranklens_core.c10d.site import Sites
 from ranklens_core.c10d.world import OneRankWorld, let_fake_groups_coalesce
 from ranklens_core.clock import Clock
+from ranklens_core.errors import UnsupportedError
+from ranklens_core.leaving import before_exec
 from ranklens_core.patches import Patches
 from ranklens_core.place import check_place
 from ranklens_core.printed import PrintedMetrics
+from ranklens_core.replayer import Replayer
 from ranklens_core.schema import GroupRecord, Printed, Step
 from ranklens_core.steps import OptimizerSteps, Steps
 
@@ -28,11 +31,13 @@ MASTER_PORT = "29500"
 
 
 class LoneRank:
-    """Installs everything but the handler; ``start`` does that, ``undo`` takes all of it back.
+    """Installs everything but the replayer; ``start`` does that, ``undo`` takes all of it back.
 
     ``local_world_size`` is how many ranks the job has on this rank's host; ``backend`` is the real
     job's, ``""`` if unknown. ``on_step_begin`` is told that the first step begins, ``on_step_end`` that one
-    is over. Raises ``UsageError`` if the environment or torch.distributed is taken.
+    is over. ``refused`` is the error of what the program did that nobody can stand in for (wait for a peer's
+    word in a Store, replace itself), also where it caught that error. Raises ``UsageError`` if the
+    environment or torch.distributed is taken.
     """
 
     def __init__(
@@ -52,28 +57,35 @@ class LoneRank:
         self.made: list[GroupRecord] = []
         self.printed: list[Printed] = []
         self.frameworks: frozenset[str] = frozenset()
+        self.refused: UnsupportedError | None = None
+        self._replayer: Replayer | None = None
         check_place(os.environ, rank, world_size)
         try:
             self._set_place(local_rank, local_world_size)
-            self.patches.on_undo(OneRankWorld(rank, world_size).remove)
+            # where a call was made is looked up only for the messages that need it
+            self.sites = Sites(TIMER_FILES)
+            patience = Patience(
+                clock=clock, progress=self._progress, site=self._program_site, on_stuck=self._keep_refused
+            )
+            self.patches.on_undo(OneRankWorld(rank, world_size, patience).remove)
+            before_exec(self.patches, self._refuse_exec)
             let_fake_groups_coalesce(self.patches, backend)
             self.groups = Groups(self.made.append)
             self.patches.on_undo(self.groups.close)
             self.steps = Steps(clock, on_step_begin, on_step_end)
             self.adapters = Adapters(self.steps, strict=False)
             self.patches.on_undo(self.adapters.remove)
-            # where a call was made is looked up only for the messages that need it
-            self.sites = Sites(TIMER_FILES)
             self.signatures = Signatures(self.groups, None, lambda _: None)
         except BaseException:
             self.undo()
             raise
 
-    def start(self, handler: Handler) -> None:
-        """Send the program's calls to ``handler`` and watch its steps and what it prints."""
+    def start(self, replayer: Replayer) -> None:
+        """Send the program's calls to ``replayer`` and watch its steps and what it prints."""
+        self._replayer = replayer
         self.patches.on_undo(OptimizerSteps(self.steps).remove)
         self.patches.on_undo(PrintedMetrics(self.printed.append).remove)
-        self.patches.on_undo(install(handler).remove)
+        self.patches.on_undo(install(replayer).remove)
 
     def undo(self) -> None:
         """Leave torch, the frameworks and the environment as they were. Idempotent."""
@@ -81,6 +93,29 @@ class LoneRank:
             self.frameworks = frozenset(adapter.framework for adapter in self.adapters.active)
             self._name_roles(self.adapters.roles())
         self.patches.undo()
+
+    def _progress(self) -> tuple[int, int]:
+        """What changes as the training goes on: calls made, steps done."""
+        return (self._replayer.replayed if self._replayer else 0), len(self.steps.done)
+
+    def _program_site(self) -> str:
+        site = self.sites.find()
+        return site.program_site or site.site
+
+    def _keep_refused(self, error: UnsupportedError) -> None:
+        self.refused = error
+
+    def _refuse_exec(self, what: str) -> None:
+        site = self._program_site()
+        self._keep_refused(
+            UnsupportedError(
+                f"The program replaces itself by {what}{f' at {site}' if site else ''}: what it becomes "
+                "would run outside the replay. Do first what it starts over for (often a variable: set it "
+                "before the replay), so that it need not."
+            )
+        )
+        assert self.refused is not None
+        raise self.refused
 
     def _name_roles(self, roles: dict[ProcessGroup, str]) -> None:
         by_key = {self.groups.key_of(pg): role for pg, role in roles.items()}

@@ -44,7 +44,8 @@ class Matcher:
 
     ``stops`` says whether a mismatch is an error; ``keeps_window`` whether the program ends with the
     recorded window. ``total`` and ``training_total`` count recorded calls, ``matched`` and
-    ``training_matched`` those the program has made. ``window_ended`` is whether ``WindowEnded`` was raised,
+    ``training_matched`` those the program has made; ``comparable`` recorded training calls have inputs to
+    compare. ``window_ended`` is whether ``WindowEnded`` was raised,
     also where the program caught it.
     """
 
@@ -70,6 +71,7 @@ class Matcher:
         self.training_matched = 0
         self.total = 0
         self.training_total = 0
+        self.comparable = 0
         self.window_ended = False
         self.first_mismatch: Mismatch | None = None
         self._load(trace)
@@ -137,7 +139,9 @@ class Matcher:
             sequence.structures.append(known[1])
             if not self._is_past_window(call):
                 self.total += 1
-                self.training_total += self.is_training(call)
+                is_training = self.is_training(call)
+                self.training_total += is_training
+                self.comparable += is_training and bool(call.row.in_addresses)
 
     def _is_past_window(self, record: CallRecord) -> bool:
         return self._window_end is not None and record.row.step >= self._window_end

@@ -44,7 +44,7 @@ def _first(environ: Mapping[str, str], *names: str) -> int | None:
 def run_id_of(environ: Mapping[str, str]) -> str:
     """A run id that all ranks of a job find by themselves: its launcher's variables are the same in each.
 
-    Two jobs of one launcher and address share it; a rank's own directory still tells runs apart.
+    Two jobs of one launcher and address share it; ``c10d/meeting.py`` tells them apart.
     """
     names: tuple[str, ...] = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     names += (

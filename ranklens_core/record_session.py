@@ -15,11 +15,12 @@ from ranklens_core import environment
 from ranklens_core.adapters import TIMER_FILES, Adapters
 from ranklens_core.c10d.groups import Groups
 from ranklens_core.c10d.interpose import install
+from ranklens_core.c10d.meeting import Meeting
 from ranklens_core.c10d.signature import Signatures
 from ranklens_core.c10d.site import Sites
 from ranklens_core.clock import Clock, MonotonicClock
 from ranklens_core.errors import UsageError
-from ranklens_core.leaving import before_exit
+from ranklens_core.leaving import before_exec, before_exit
 from ranklens_core.own_cores import CorePlan
 from ranklens_core.patches import Patches
 from ranklens_core.place import RankEnvironment
@@ -28,9 +29,20 @@ from ranklens_core.program import Program
 from ranklens_core.recorder import Recorder, Values
 from ranklens_core.schema import OLDEST_READER, TRACE_VERSION, GroupRecord, RunRecord, Signature, Step
 from ranklens_core.steps import OptimizerSteps, Steps
-from ranklens_core.trace import RUN_FILE, RankHeader, TraceWriter, prepare_directory, write_run
+from ranklens_core.trace import (
+    RUN_FILE,
+    RankHeader,
+    TraceWriter,
+    prepare_directory,
+    remove_ranks_outside,
+    write_run,
+)
+from ranklens_core.trace.writer import FLUSH_INTERVAL_S
 
 log = logging.getLogger("ranklens")
+
+LINGER_NS = int((FLUSH_INTERVAL_S + 0.1) * 1e9)
+"""How long a rank that failed stays: a flush of the others, and time to write it."""
 
 
 def describe_run(program: Program | None, world_size: int, *, cpu_cuda: bool, run_id: str = "") -> RunRecord:
@@ -69,6 +81,8 @@ class RecordSession:
     ) -> None:
         self._cores = cores
         directory = directory.absolute()  # files are added while the program may change its directory
+        if place.local_rank == 0:
+            remove_ranks_outside(directory, run.world_size, overwrite)
         prepare_directory(directory, overwrite, rank=place.rank)
         clock = clock or MonotonicClock()
         header = RankHeader(
@@ -83,11 +97,13 @@ class RecordSession:
         )
         if place.rank == 0:
             _write_run_file(directory, run)  # over one that is there: it may be of an overwritten trace
+        self._clock, self._world_size = clock, run.world_size
         self.writer = TraceWriter(directory, run, header, clock=clock)
         for item in environment.capture():
             self.writer.environment(item)
         self.steps = Steps(clock, self._name_roles, self._step_ended)
         self._groups = Groups(self._new_group)
+        self._meeting = Meeting(self.writer.meeting)
         self.adapters = Adapters(self.steps, strict=False)
         signatures = Signatures(self._groups, Sites(TIMER_FILES), self._new_signature)
         self.recorder = Recorder(self.writer, signatures, self.steps, Values(keep_values, window), clock)
@@ -97,6 +113,7 @@ class RecordSession:
         self._interposer = install(self.recorder)
         self._patches = Patches()
         before_exit(self._patches, self._last_words)
+        before_exec(self._patches, self._end_before_exec)
 
     def close(self, exit_status: int | None) -> None:
         """Undo everything and finish the trace. ``exit_status`` is the program's, None if unknown."""
@@ -107,10 +124,20 @@ class RecordSession:
         self._optimizer_steps.remove()
         self._name_roles()
         self.adapters.remove()
+        self._meeting.remove()
         self._groups.close()
         self.writer.close(exit_status)
         if self.writer.failure:
             log.error("the trace of rank %s is incomplete: %s", self.rank, self.writer.failure)
+
+    def linger(self) -> None:
+        """The program failed here: stay until the other ranks have flushed.
+
+        When this process ends the launcher ends the others, at once and by a signal that Python does not see
+        while a rank waits for this one in C++. What they did up to now would be lost.
+        """
+        if self._world_size > 1:
+            self._clock.sleep_until(self._clock.now_ns() + LINGER_NS)
 
     @property
     def rank(self) -> int:
@@ -119,7 +146,21 @@ class RecordSession:
     def _last_words(self, status: int) -> int:
         """The program leaves by ``os._exit``, maybe past something that hangs: only the trace is ended."""
         self.writer.close(status)
+        if status:
+            self.linger()
         return status
+
+    def _end_before_exec(self, what: str) -> None:
+        """The program replaces itself: what it becomes is not recorded, and the trace says so."""
+        reason = f"the program replaced itself by {what}, and what it became was not recorded"
+        log.warning(
+            "%s: the trace of rank %s ends here. Do first what the program starts over for (often a "
+            "variable: set it before the recording), so that it need not.",
+            reason,
+            self.rank,
+        )
+        self.writer.fail(reason)
+        self.writer.close(None)
 
     def _new_group(self, group: GroupRecord) -> None:
         self.writer.group(group)

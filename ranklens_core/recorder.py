@@ -68,10 +68,13 @@ class _Thread(threading.local):
 
     exit_ns: int | None = None
     exit_cpu_ns = 0
+    exit_delay_ns = 0
+    delayed_ns = 0
 
-    def compute(self, now_ns: int, now_cpu_ns: int) -> tuple[int, int]:
-        """Wall and CPU time since the previous entry."""
+    def compute(self, now_ns: int, now_cpu_ns: int, now_delay_ns: int) -> tuple[int, int]:
+        """Wall and CPU time since the previous entry; adds to ``delayed_ns``."""
         cpu_ns = now_cpu_ns - self.exit_cpu_ns
+        self.delayed_ns += now_delay_ns - self.exit_delay_ns
         return (cpu_ns if self.exit_ns is None else now_ns - self.exit_ns), cpu_ns
 
 
@@ -87,10 +90,11 @@ class Recorder:
         self._values = values
         self._now_ns = clock.now_ns
         self._cpu_ns = clock.thread_cpu_ns
+        self._delay_ns = clock.thread_delay_ns
         self._watcher = CompletionWatcher()
         self._handles = Handles()
         self._thread = _Thread()
-        self._thread.exit_ns, self._thread.exit_cpu_ns = clock.now_ns(), clock.thread_cpu_ns()
+        self._leave()
         self._lock = threading.Lock()
         self._entries = 0
         self._seq_ids: dict[Lane, int] = defaultdict(int)
@@ -159,7 +163,7 @@ class Recorder:
     def _wait(self, call: int | None, wait: Callable[[], T]) -> T:
         if call is None:
             return wait()
-        begin_ns, begin_cpu_ns = self._now_ns(), self._cpu_ns()
+        begin_ns, begin_cpu_ns, begin_delay_ns = self._now_ns(), self._cpu_ns(), self._delay_ns()
         try:
             result = wait()
             failure = self._failures.get(call)
@@ -168,12 +172,12 @@ class Recorder:
                 raise failure
         finally:
             if not self.stopped:
-                self._record_wait(call, begin_ns, begin_cpu_ns)
+                self._record_wait(call, begin_ns, begin_cpu_ns, begin_delay_ns)
         return result
 
-    def _record_wait(self, call: int, begin_ns: int, begin_cpu_ns: int) -> None:
+    def _record_wait(self, call: int, begin_ns: int, begin_cpu_ns: int, begin_delay_ns: int) -> None:
         end_ns = self._now_ns()
-        compute_ns, compute_cpu_ns = self._thread.compute(begin_ns, begin_cpu_ns)
+        compute_ns, compute_cpu_ns = self._thread.compute(begin_ns, begin_cpu_ns, begin_delay_ns)
         with self._lock:
             entry = self._entries
             self._entries += 1
@@ -215,8 +219,9 @@ class Recorder:
         return self._handles.track(watched, batch[-1][0])
 
     def _issue(self, call: Call) -> int:
-        enqueue_ns, enqueue_cpu_ns = self._now_ns(), self._cpu_ns()
-        compute_ns, compute_cpu_ns = self._thread.compute(enqueue_ns, enqueue_cpu_ns)
+        enqueue_ns = self._now_ns()
+        compute_ns, compute_cpu_ns = self._thread.compute(enqueue_ns, self._cpu_ns(), self._delay_ns())
+        delayed_ns, self._thread.delayed_ns = self._thread.delayed_ns, 0
         interned = self._signatures.of(call)
         step, phase = self._steps.index, self._steps.phase
         in_addresses: tuple[bytes, ...] = ()
@@ -241,6 +246,7 @@ class Recorder:
                 start_ns=self._now_ns(),
                 compute_ns=compute_ns,
                 compute_cpu_ns=compute_cpu_ns,
+                delayed_ns=delayed_ns,
                 in_addresses=in_addresses,
             )
         )
@@ -318,7 +324,9 @@ class Recorder:
                 raise error
 
     def _leave(self) -> None:
-        self._thread.exit_ns, self._thread.exit_cpu_ns = self._now_ns(), self._cpu_ns()
+        thread = self._thread
+        thread.exit_cpu_ns, thread.exit_delay_ns = self._cpu_ns(), self._delay_ns()
+        thread.exit_ns = self._now_ns()
 
     def _stop(self, error: Exception) -> None:
         """Step aside for good: the training goes on unrecorded."""

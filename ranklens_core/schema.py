@@ -99,7 +99,9 @@ class CallRow(msgspec.Struct, frozen=True, kw_only=True):
     point-to-point calls. ``enqueue_ns`` is when the program made the call, ``start_ns`` when the
     real operator was entered (RankLens' own work lies between). ``compute_ns`` and
     ``compute_cpu_ns`` are the wall and CPU time the calling thread spent since the end of its
-    previous entry. ``in_addresses`` are the content addresses of the inputs that carry
+    previous entry. ``delayed_ns`` is how long, since its previous call and outside waits, that thread was
+    ready to run but other threads had its core: the communication library's, the recorder's (0 where the
+    system does not tell). ``in_addresses`` are the content addresses of the inputs that carry
     information (empty where values are not recorded). ``batch`` numbers the coalescing batch,
     -1 outside one.
     """
@@ -115,7 +117,8 @@ class CallRow(msgspec.Struct, frozen=True, kw_only=True):
     start_ns: int
     compute_ns: int
     compute_cpu_ns: int
-    in_addresses: tuple[bytes, ...]
+    delayed_ns: int = 0
+    in_addresses: tuple[bytes, ...] = ()
 
 
 class CompletionRow(msgspec.Struct, frozen=True, kw_only=True):

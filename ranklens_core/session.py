@@ -44,15 +44,20 @@ def record(
         overwrite=overwrite,
         cores=cores,
     )
-    status: int | None = 1
+    status, interrupted = 1, False
     try:
         yield session
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
         raise
+    except KeyboardInterrupt:
+        interrupted = True  # as are the other ranks
+        raise
     finally:
         session.close(status)
+        if status and not interrupted:
+            session.linger()
 
 
 @contextmanager

@@ -61,11 +61,12 @@ class StructureResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ValuesResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Training calls whose inputs had the recorded bits, of those compared."""
+    """Training calls whose inputs had the recorded bits, of those compared; ``why_none`` if none was."""
 
     identical: int
     compared: int
     first_divergence: Divergence | None
+    why_none: str
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
@@ -228,10 +229,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
             lines.append(
                 f"{'values':<{W}}{values.identical} of {values.compared} inputs identical{self._printed()}"
             )
-        elif self.printed.compared:
-            lines.append(f"{'values':<{W}}inputs not compared{self._printed()}")
         else:
-            lines.append(f"{'values':<{W}}not compared")
+            lines.append(f"{'values':<{W}}no input was compared: {values.why_none}{self._printed()}")
         if values.first_divergence:
             lines.extend(f"{'':<{W}}{line}" for line in values.first_divergence.text.splitlines())
         if self.printed.first_difference:

@@ -29,6 +29,7 @@ FLOORS: list[list[str]] = [
         "matching",
         "delivery",
         "spans",
+        "own_work",
         "in_time",
         "recorded_failure",
         "recorder",

@@ -65,7 +65,12 @@ def test_the_good_case_is_good(trace: Path, tmp_path: Path) -> None:
     assert written["status"] == "ok"
     assert written["calls"] == {"recorded": CALLS, "replayed": CALLS}
     assert written["structure"]["training_matched"] == written["structure"]["training_total"] == CALLS - 1
-    assert written["values"] == {"identical": CALLS - 1, "compared": CALLS - 1, "first_divergence": None}
+    assert written["values"] == {
+        "identical": CALLS - 1,
+        "compared": CALLS - 1,
+        "first_divergence": None,
+        "why_none": "",
+    }
     assert written["provenance"]["result"] == {"recorded": CALLS, "synthesised": 0}
     assert written["printed"]["compared"] == 8
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -14,10 +15,14 @@ import pytest
 from conftest import CliResult, RunCli, run_command
 from trace_samples import GROUP, RUN, SIGNATURE, call, completion, header, write_trace
 
+import ranklens_core as ranklens
 from ranklens_core import environment, hash_seed
+from ranklens_core.clock import ManualClock
 from ranklens_core.errors import TraceDamagedError, TraceError
 from ranklens_core.patches import Patches
+from ranklens_core.place import RankEnvironment
 from ranklens_core.printed import PrintedMetrics
+from ranklens_core.record_session import LINGER_NS, RecordSession
 from ranklens_core.schema import EnvironmentItem
 from ranklens_core.trace import TraceWriter, content_address, open_trace, verify
 
@@ -335,3 +340,113 @@ def test_no_standard_output_is_nothing_to_watch(monkeypatch: pytest.MonkeyPatch)
     watching = PrintedMetrics(lambda _: pytest.fail("nothing was printed"))
     watching.remove()
     assert sys.stdout is None
+
+
+@pytest.mark.parametrize(
+    "replace",
+    [
+        "os.execv(sys.executable, [sys.executable, *sys.argv])",
+        "os.execvpe('python3', ['python3', *sys.argv], os.environ)",
+        "__import__('posix').execve(sys.executable, [sys.executable, *sys.argv], os.environ)",
+    ],
+)
+def test_a_program_that_replaces_itself_does_not_escape_unseen(
+    replace: str, record: RunProgram, replay: RunProgram, tmp_path: Path
+) -> None:
+    """Here it wants another variable. What a forked child becomes, or what is not there, is no matter."""
+    source = f"""
+if os.fork() == 0: os.execv("/bin/true", ["true"])
+os.wait()
+try: os.execv("/nowhere", ["nowhere"])
+except FileNotFoundError: pass
+dist.all_reduce(torch.ones(2))
+if "AGAIN" not in os.environ:
+    os.environ["AGAIN"] = "1"
+    os.environ["PATH"] = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
+    try:
+        {replace}
+    except Exception: print("swallowed", flush=True)
+"""
+    recorded = record(source)
+    assert recorded.returncode == 0, recorded.stderr
+    assert "the program replaced itself by os.exec" in recorded.stderr
+    [problem] = open_trace(tmp_path / "trace").missing
+    assert "rank 0 ended early: the program replaced itself by os.exec" in problem.text
+    assert "last entry 0" in problem.text
+    replayed = replay()
+    assert (replayed.returncode, replayed.stdout) == (6, "swallowed\n"), replayed.stderr
+    assert "replaces itself by os.exec" in replayed.stderr
+    assert (
+        f"program.py:{(TRAIN + source).splitlines().index('        ' + replace) + 1} <module>"
+        in replayed.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "why"),
+    [
+        ("dist.all_reduce(torch.ones(2))", (), "the program made no training step"),
+        (
+            "dist.all_reduce = lambda gradient: dist.broadcast(torch.ones(1, dtype=torch.int64), 0)\ntrain()",
+            (),
+            "no call inside a training step moves floating-point numbers",
+        ),
+        ("train()", ("--steps", "5:"), "the recorded window, --steps 5:, has no training call"),
+        ("train()", (), ""),
+    ],
+)
+def test_a_good_verdict_says_where_it_compared_nothing(
+    source: str, options: tuple[str, ...], why: str, record: RunProgram, replay: RunProgram, tmp_path: Path
+) -> None:
+    assert record(source, *options).returncode == 0
+    replayed = replay("--verdict", "verdict.json")
+    assert replayed.returncode == 0, replayed.stderr
+    assert (f"no input was compared: {why}" in replayed.stderr) is bool(why), replayed.stderr
+    values = json.loads((tmp_path / "verdict.json").read_text())["values"]
+    assert (values["compared"], values["why_none"].startswith(why)) == (0 if why else CALLS, True)
+    assert bool(values["why_none"]) is bool(why)
+    assert "no input was compared: --task structure compares none" in replay("--task", "structure").stderr
+
+
+FAILS = """
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+for _ in range(40):
+    dist.all_reduce(torch.ones(2))
+if dist.get_rank() == 1:
+    {end}
+dist.all_reduce(torch.ones(2))  # the others wait here when they are ended
+"""
+
+
+@pytest.mark.parametrize("end", ["raise RuntimeError('mine')", "os._exit(3)", "sys.exit(3)"])
+def test_a_failing_rank_costs_the_others_no_records(end: str, run_cli: RunCli, tmp_path: Path) -> None:
+    """All of it takes less than the time between two flushes."""
+    (tmp_path / "program.py").write_text(FAILS.format(end=end))
+    recorded = run_cli("record", "--nproc", "4", "--out", "trace", "--", "program.py")
+    assert recorded.returncode == (1 if "raise" in end else 3)
+    assert "rank 1 failed first" in recorded.stderr
+    trace = open_trace(tmp_path / "trace")
+    assert [trace.rank(rank).calls.num_rows for rank in range(4)] == [41, 40, 41, 41]
+
+
+def test_a_rank_alone_and_an_interrupted_one_do_not_stay(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stayed: list[int] = []
+    monkeypatch.setattr(RecordSession, "linger", lambda session: stayed.append(session.rank))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, error in (("interrupt", KeyboardInterrupt()), ("exit", SystemExit(0)), ("error", ValueError())):
+        with contextlib.suppress(BaseException), ranklens.record(tmp_path / name):
+            raise error
+    assert stayed == [0]
+    monkeypatch.undo()
+    clock = ManualClock(1)
+    for world_size, until_ns in ((1, 1), (2, 1 + LINGER_NS)):
+        run = msgspec.structs.replace(RUN, world_size=world_size)
+        place = RankEnvironment(0, world_size, 0)
+        session = RecordSession(tmp_path / str(world_size), run, place, keep_values=False, clock=clock)
+        session.close(1)
+        session.linger()
+        assert clock.now_ns() == until_ns

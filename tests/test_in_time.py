@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_world import fake_world
+from timing_samples import LogBuilder, joined_of
 
 from ranklens_core.c10d.call import Call, Proceed
 from ranklens_core.c10d.groups import Groups
@@ -19,7 +20,7 @@ from ranklens_core.completion.cpu import CpuEngine
 from ranklens_core.delivery import TimeSource
 from ranklens_core.in_time import InTime
 from ranklens_core.schema import CallRecord, CallRow, CompletionRow, Phase
-from ranklens_core.timing.arrival import Anchor, ArrivalTimer, Basis
+from ranklens_core.timing.arrival import Anchor, ArrivalTimer, Basis, plan_arrivals
 from ranklens_core.timing.exposed import Exposed
 
 
@@ -33,7 +34,7 @@ class Timer(ArrivalTimer):
         self._basis = [int(Basis.RECORDED)] * len(entries)
 
 
-def record_of(entry: int, call: Call, signatures: Signatures) -> CallRecord:
+def record_of(entry: int, call: Call, signatures: Signatures, delayed_ns: int = 0) -> CallRecord:
     row = CallRow(
         entry=entry,
         signature=0,
@@ -46,7 +47,7 @@ def record_of(entry: int, call: Call, signatures: Signatures) -> CallRecord:
         start_ns=0,
         compute_ns=0,
         compute_cpu_ns=0,
-        in_addresses=(),
+        delayed_ns=delayed_ns,
     )
     end = CompletionRow(entry=entry, end_ns=1, return_ns=1, src_rank=-1, out_addresses=(), error="")
     return CallRecord(rank=0, signature=signatures.of(call).signature, row=row, completion=end)
@@ -60,12 +61,13 @@ class Answers:
         self.signatures = signatures
         self.handles = Handles()
         self.entry = -1
+        self.delayed_ns = 0
 
     def handle(self, call: Call, proceed: Proceed) -> object:
         self.entry += 1
         entry = self.entry
         interned = self.signatures.of(call)
-        record = record_of(entry, call, self.signatures)
+        record = record_of(entry, call, self.signatures, self.delayed_ns)
         fill = lambda: call.outputs[0].detach().fill_(100 + entry)  # noqa: E731
         work = self.delivery.deliver(call, interned, record, fill, self.delivery.enter())
         assert work is not None
@@ -87,14 +89,16 @@ class Answers:
 class Stage:
     """A fake world of two whose calls are timed by hand."""
 
-    def __init__(self, entries: dict[int, tuple[tuple[Anchor, ...], int]]) -> None:
+    def __init__(self, entries: dict[int, tuple[tuple[Anchor, ...], int]] | ArrivalTimer) -> None:
+        timer = entries if isinstance(entries, ArrivalTimer) else Timer(entries)
         self.clock = ManualClock(1000)
         self.time = PausableClock(self.clock)
         self.engine = CpuEngine(self.time, threaded=False)
-        self.delivery = InTime(self.engine, self.time, Timer(entries), None, exact=True)
+        self.delivery = InTime(self.engine, self.time, timer, None, exact=True)
         self.groups = Groups(lambda _: None)
         signatures = Signatures(self.groups, None, lambda _: None)
-        self.interposer = install(Answers(self.delivery, signatures))  # type: ignore[arg-type]
+        self.answers = Answers(self.delivery, signatures)
+        self.interposer = install(self.answers)  # type: ignore[arg-type]
 
     def close(self) -> None:
         self.interposer.remove()
@@ -198,6 +202,19 @@ def test_closing_leaves_no_call_unanswered(stages: list[Stage]) -> None:
     assert (work.is_completed(), value.item()) == (True, 100)
 
 
+def test_time_that_other_threads_took_from_the_recorded_one_is_kept(stages: list[Stage]) -> None:
+    """Between two calls the recorded thread waited 500 ns for a core, this one 100: 400 are missing."""
+    stage = Stage({0: FIRST, 1: FIRST})
+    stages.append(stage)
+    tensor = torch.zeros(1)
+    dist.all_reduce(tensor)
+    assert stage.clock.now_ns() == 1010
+    stage.clock.delay_ns += 100
+    stage.answers.delayed_ns = 500
+    dist.all_reduce(tensor)
+    assert stage.clock.now_ns() == 1010 + 400 + 10
+
+
 def test_a_stop_in_the_debugger_shifts_what_is_due(stages: list[Stage]) -> None:
     stage = Stage({0: ((), 30), 1: ((Anchor(0, True, 50),), 7)})
     stages.append(stage)
@@ -267,3 +284,33 @@ def test_what_is_overlapped_is_not_exposed(stages: list[Stage]) -> None:
     assert stage.delivery.exposed.take() == Exposed(0, 15, 0)
     work.wait()
     assert stage.delivery.exposed.take() == Exposed(0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("own_ns", "ends_ns", "held"),
+    [
+        # recorded: this rank comes after 40, its peer after 65 from the end of the call before; transfer 5
+        (40, 70, Exposed(25, 5)),
+        (60, 70, Exposed(5, 5)),  # slower by 20: the peer is late by 5 alone
+        (20, 70, Exposed(45, 5)),  # faster by 20: waits 20 more
+        (95, 100, Exposed(0, 5)),  # slower than the peer, which waits instead
+    ],
+)
+def test_another_pace_against_a_recording(
+    stages: list[Stage], own_ns: int, ends_ns: int, held: Exposed
+) -> None:
+    own, peer = (LogBuilder(rank, {"0-1": (0, 1)}) for rank in (0, 1))
+    for step in range(4):
+        own.call("all_reduce", "0-1", step * 70 + 40, step * 70 + 70, blocks=True)
+        peer.call("all_reduce", "0-1", step * 70 + 65, step * 70 + 70, blocks=True)
+    joined, binding = joined_of(own, peer)
+    stage = Stage(ArrivalTimer(plan_arrivals(joined, binding, 0)))
+    stages.append(stage)
+    dist.all_reduce(torch.zeros(2))  # the first one ties the two together
+    for _ in range(3):
+        begin_ns = stage.clock.now_ns()
+        stage.delivery.exposed.take()
+        stage.clock.advance(own_ns)
+        dist.all_reduce(torch.zeros(2))
+        assert stage.clock.now_ns() - begin_ns == ends_ns
+        assert stage.delivery.exposed.take() == held

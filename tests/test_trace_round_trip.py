@@ -31,23 +31,26 @@ from ranklens_core.trace.payload import ALIGNMENT, PayloadWriter
 from ranklens_core.trace.staging import Staging
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
+NATURAL = st.integers(0, 2**63 - 1)
+MEMBER = st.integers(-1, len(samples.GROUP.ranks) - 1)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 ADDRESS = st.binary(min_size=16, max_size=16)
 FIELD_VALUES: dict[Any, st.SearchStrategy[Any]] = {
-    int: INT64,
+    int: NATURAL,
     str: TEXT,
     bool: st.booleans(),
     Phase: st.sampled_from(Phase),
     Purpose: st.sampled_from(Purpose),
     tuple[bytes, ...]: st.lists(ADDRESS, max_size=3).map(tuple),
     tuple[str, ...]: st.lists(TEXT, max_size=3).map(tuple),
-    tuple[int, ...]: st.lists(INT64, max_size=3).map(tuple),
-    tuple[tuple[int, ...], ...]: st.lists(st.lists(INT64, max_size=3).map(tuple), max_size=3).map(tuple),
+    tuple[int, ...]: st.lists(NATURAL, max_size=3).map(tuple),
+    tuple[tuple[int, ...], ...]: st.lists(st.lists(NATURAL, max_size=3).map(tuple), max_size=3).map(tuple),
 }
 
 
 def records(record_type: type[msgspec.Struct], **fixed: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Records of any values that the fields' types allow."""
+    """Records of any values that the fields' types allow, but for what can never be
+    (``tests/test_plausible.py``)."""
     fields = {
         field.name: FIELD_VALUES[field.type]
         for field in msgspec.structs.fields(record_type)
@@ -64,20 +67,36 @@ def one_dtype_a_shape(signature: Signature) -> Signature:
     )
 
 
+def tensors_of(signature: Signature) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Shapes of the inputs and of the outputs."""
+    return signature.in_shapes, signature.out_shapes
+
+
 @settings(max_examples=60)
 @given(st.data())
 def test_any_rows(data: st.DataObject) -> None:
-    signatures = data.draw(st.lists(records(Signature).map(one_dtype_a_shape), min_size=1, max_size=4))
-    number = st.integers(0, len(signatures) - 1)
-    entries = data.draw(st.lists(st.integers(0, 2**63 - 1), unique=True, max_size=8))
-    calls = [data.draw(records(CallRow, entry=st.just(entry), signature=number)) for entry in entries]
-    completed = [entry for entry in entries if data.draw(st.booleans())]
-    completions = [data.draw(records(CompletionRow, entry=st.just(entry))) for entry in completed]
-    waits = [data.draw(records(WaitRow, entry=st.just(entry))) for entry in entries]
+    any_signature = records(Signature, group=st.just(samples.GROUP.key), peer=MEMBER, tag=INT64)
+    signatures = data.draw(st.lists(any_signature.map(one_dtype_a_shape), min_size=1, max_size=4))
+    entries = data.draw(st.lists(st.integers(0, 2**61), unique=True, max_size=8))
+    calls, completions, waits = [], [], []
+    for entry in entries:
+        number = data.draw(st.integers(0, len(signatures) - 1))
+        kept = [data.draw(st.sampled_from((0, len(shapes)))) for shapes in tensors_of(signatures[number])]
+        inputs, outputs = (st.tuples(*[ADDRESS] * count) for count in kept)
+        fixed = {"signature": st.just(number), "in_addresses": inputs}
+        fixed |= {"step": st.integers(-1, 2**63 - 1), "batch": st.integers(-1, 2**63 - 1)}
+        calls.append(data.draw(records(CallRow, entry=st.just(entry), **fixed)))
+        if data.draw(st.booleans()):
+            fixed = {"src_rank": MEMBER, "out_addresses": outputs}
+            completions.append(data.draw(records(CompletionRow, entry=st.just(entry), **fixed)))
+        times = st.just(data.draw(NATURAL))
+        fixed = {"call": st.just(entry), "begin_ns": times, "end_ns": times}
+        waits.append(data.draw(records(WaitRow, entry=st.just(entry + 2**62 + 1), **fixed)))
     flush_after = data.draw(st.sets(st.sampled_from(["signatures", "calls", "completions"])))
 
     with tempfile.TemporaryDirectory() as name:
         writer = samples.new_writer(Path(name))
+        writer.group(samples.GROUP)
         assert [writer.signature(signature) for signature in signatures] == list(range(len(signatures)))
         if "signatures" in flush_after:
             writer.flush()
@@ -174,6 +193,7 @@ def test_groups_by_role_and_by_key(tmp_path: Path) -> None:
 
 def test_calls_is_a_flat_table(tmp_path: Path) -> None:
     writer = samples.new_writer(tmp_path)
+    writer.group(samples.GROUP)
     writer.signature(samples.SIGNATURE)
     writer.signature(msgspec.structs.replace(samples.SIGNATURE, op="broadcast_"))
     writer.call(samples.call(0, signature=1))
@@ -209,6 +229,7 @@ def test_streams_can_be_read_by_any_arrow_reader(tmp_path: Path) -> None:
 
 def test_rows_queued_out_of_order_are_read_in_entry_order(tmp_path: Path) -> None:
     writer = samples.new_writer(tmp_path)
+    writer.group(samples.GROUP)
     writer.signature(samples.SIGNATURE)
     for entry in (2, 0, 1):
         writer.call(samples.call(entry))
@@ -219,6 +240,7 @@ def test_rows_queued_out_of_order_are_read_in_entry_order(tmp_path: Path) -> Non
 
 def test_more_rows_than_a_flush_takes(tmp_path: Path) -> None:
     writer = samples.new_writer(tmp_path)
+    writer.group(samples.GROUP)
     writer.signature(samples.SIGNATURE)
     for entry in range(10_000):
         writer.call(samples.call(entry))

@@ -15,8 +15,9 @@ import torch.distributed.distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 from ranklens_core.c10d.groups import Groups, ranks_text
-from ranklens_core.c10d.world import OneRankStore, OneRankWorld
-from ranklens_core.errors import UnsupportedError, UsageError
+from ranklens_core.c10d.store import OneRankStore
+from ranklens_core.c10d.world import OneRankWorld
+from ranklens_core.errors import UsageError
 from ranklens_core.schema import GroupRecord
 
 # what torch says of it where it is built without NCCL
@@ -148,65 +149,6 @@ def test_too_late() -> None:
             OneRankWorld(0, 1)
     finally:
         dist.destroy_process_group()
-
-
-def test_store_has_what_this_rank_has_set() -> None:
-    store = OneRankStore()
-    store.set("text", "value")
-    store.set("bytes", b"\x00\xff")
-    assert store.get("bytes") == b"\x00\xff"
-    assert store.multi_get(["text", "bytes"]) == [b"value", b"\x00\xff"]
-    assert store.check(["text"])
-    assert not store.check(["text", "other"])
-    assert [store.add("count", 2), store.add("count", -5)] == [2, -3]
-    assert store.get("count") == b"-3"
-    store.append("text", "+")
-    assert store.get("text") == b"value+"
-    store.multi_set(["a", "b"], ["1", b"2"])
-    assert store.get("b") == b"2"
-    assert store.num_keys() == 5
-    assert store.delete_key("a")
-    assert not store.delete_key("a")
-    store.wait(["text"])
-    store.wait(["text"], timedelta(seconds=1))
-    store.set_timeout(timedelta(seconds=3))
-    assert store.timeout == timedelta(seconds=3)
-    assert store.has_extended_api()
-
-
-def test_store_compares_and_sets_as_torchs_does() -> None:
-    """Side by side with torch's own."""
-
-    def run(store: dist.Store) -> list[bytes]:
-        found = [store.compare_set("key", "", "first")]
-        found.append(store.compare_set("key", "other", "second"))
-        found.append(store.compare_set("key", "first", "third"))
-        found.append(store.get("key"))
-        return found
-
-    assert run(OneRankStore()) == run(dist.HashStore())
-
-
-def test_store_under_a_prefix_by_torchs_own_code() -> None:
-    """C++ calls back into the Python store."""
-    store = OneRankStore()
-    prefixed = dist.PrefixStore("group", store)
-    prefixed.set("key", "value")
-    assert prefixed.get("key") == b"value"
-    assert store.get("group/key") == b"value"
-    assert prefixed.add("count", 1) == 1
-    prefixed.wait(["key"])
-    assert prefixed.check(["key"])
-
-
-@pytest.mark.parametrize("ask", ["get", "wait", "multi_get"])
-def test_key_that_only_a_peer_sets_is_an_error_not_a_hang(ask: str) -> None:
-    store = OneRankStore()
-    with pytest.raises(
-        UnsupportedError, match=r"'from rank 0', which only a peer would set.*broadcast"
-    ) as caught:
-        getattr(store, ask)("from rank 0" if ask == "get" else ["from rank 0"])
-    assert caught.value.exit_status == 6
 
 
 @pytest.mark.parametrize(

@@ -136,8 +136,9 @@ def new_writer(directory: Path, rank: int = 0, **options: Any) -> TraceWriter:
 
 def write_rank(directory: Path, rank: int = 0, **options: Any) -> None:
     """A complete rank: 8 calls with values in 2 flushes, waits, and all kinds of journal line."""
+    ranks = tuple(range(options.get("run", RUN).world_size))
     writer = new_writer(directory, rank, **options)
-    writer.group(GROUP)
+    writer.group(msgspec.structs.replace(GROUP, ranks=ranks))
     writer.environment(EnvironmentItem(kind="threads", name="OMP_NUM_THREADS", value="1"))
     writer.signature(SIGNATURE)
     for entry in range(8):

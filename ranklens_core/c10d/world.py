@@ -6,6 +6,7 @@ backend names of the real job; nothing connects to anybody. The store answers fr
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -15,95 +16,22 @@ import torch.distributed.distributed_c10d as c10d
 import torch.testing._internal.distributed.fake_pg  # noqa: F401 registers the fake backend
 from torch._C._distributed_c10d import FakeProcessGroup, ProcessGroup
 
-from ranklens_core.errors import UnsupportedError, UsageError
+from ranklens_core.c10d.patience import Patience
+from ranklens_core.c10d.store import OneRankStore
+from ranklens_core.errors import UsageError
 from ranklens_core.patches import Patches
-
-DEFAULT_TIMEOUT = timedelta(minutes=30)
-"""What a Store reports before anybody sets it (torch's default for process groups)."""
-
-
-class OneRankStore(dist.Store):
-    """A key-value store that holds what this rank has set; its peers set nothing.
-
-    Somebody in Python must hold it: once Python drops it, its C++ half knows no method any more.
-    """
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        super().__init__()
-        self._values: dict[str, bytes] = {}
-        self._timeout = DEFAULT_TIMEOUT
-
-    def set(self, key: str, value: str | bytes) -> None:
-        self._values[key] = value if isinstance(value, bytes) else value.encode()
-
-    def get(self, key: str) -> bytes:
-        self._need([key])
-        return self._values[key]
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._need(keys)
-
-    def add(self, key: str, amount: int) -> int:
-        total = int(self._values.get(key, b"0")) + amount
-        self._values[key] = str(total).encode()
-        return total
-
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        wanted = expected if isinstance(expected, bytes) else expected.encode()
-        if self._values.get(key, b"") == wanted:
-            self.set(key, desired)
-        return self._values.get(key, wanted)
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self._values for key in keys)
-
-    def delete_key(self, key: str) -> bool:
-        return self._values.pop(key, None) is not None
-
-    def num_keys(self) -> int:
-        return len(self._values)
-
-    def append(self, key: str, value: str | bytes) -> None:
-        self._values[key] = self._values.get(key, b"") + (
-            value if isinstance(value, bytes) else value.encode()
-        )
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [self.get(key) for key in keys]
-
-    def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
-    def has_extended_api(self) -> bool:
-        return True
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout
-
-    @property
-    def timeout(self) -> timedelta:
-        return self._timeout
-
-    def clone(self) -> OneRankStore:
-        return self
-
-    def _need(self, keys: list[str]) -> None:
-        missing = [key for key in keys if key not in self._values]
-        if missing:
-            raise UnsupportedError(
-                f"The program waits for the store key {missing[0]!r}, which only a peer would set: "
-                "in a replay there are no peers, and values passed through a Store are not recorded. "
-                "Pass them through a collective (broadcast_object_list) instead."
-            )
 
 
 class OneRankWorld:
-    """Patches process-group creation while installed; ``rank`` of ``world_size`` is this process."""
+    """Patches process-group creation while installed; ``rank`` of ``world_size`` is this process.
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    ``patience`` watches the program's questions to its Stores.
+    """
+
+    def __init__(self, rank: int, world_size: int, patience: Patience | None = None) -> None:
         self._rank = rank
         self._world_size = world_size
+        self._patience = patience or Patience()
         self._patches = Patches()
         self._stores: list[OneRankStore] = []
         if dist.is_initialized():
@@ -113,7 +41,6 @@ class OneRankWorld:
             )
         patch = self._patches.set
         patch(c10d, "_new_process_group_helper", self._fake_helper(c10d._new_process_group_helper))
-        patch(c10d, "rendezvous", self._rendezvous)
         patch(c10d, "_store_based_barrier", lambda *_, **__: None)
         # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps every group in one that asks the peers: torch's own name
         # for the level, which the program reads, stays
@@ -121,16 +48,22 @@ class OneRankWorld:
         patch(c10d, "_set_pg_timeout", lambda *_, **__: None)
         for module in (dist, c10d):
             patch(module, "split_group", self._split_group)
+        # dist.rendezvous is the function: the module of that name is found elsewhere
+        rendezvous = sys.modules["torch.distributed.rendezvous"]
+        for module in (dist, c10d, rendezvous):
+            patch(module, "rendezvous", self._rendezvous)
         # the classes, not only the names: isinstance must go on working
         for name in ("TCPStore", "FileStore"):
-            patch(dist, name, type(name, (OneRankStore,), {"__init__": self._store_init()}))
+            store_class = type(name, (OneRankStore,), {"__init__": self._store_init()})
+            for module in (dist, rendezvous):
+                patch(module, name, store_class)
 
     def remove(self) -> None:
         """Give torch its own group creation back. Idempotent."""
         self._patches.undo()
 
     def _rendezvous(self, *_: Any, **__: Any) -> Iterator[tuple[dist.Store, int, int]]:
-        store = OneRankStore()
+        store = OneRankStore(patience=self._patience)
         self._stores.append(store)
         yield store, self._rank, self._world_size
 
@@ -138,7 +71,7 @@ class OneRankWorld:
         """The ``__init__`` of a store that the program makes, and may drop."""
 
         def init(store: OneRankStore, *_: Any, **__: Any) -> None:
-            OneRankStore.__init__(store)
+            OneRankStore.__init__(store, patience=self._patience)
             self._stores.append(store)
 
         return init
@@ -222,4 +155,4 @@ def let_fake_groups_coalesce(patches: Patches, backend: str) -> None:
         patches.set(ProcessGroup, "_end_coalescing", lambda *_: None)
 
 
-__all__ = ["OneRankStore", "OneRankWorld", "let_fake_groups_coalesce"]
+__all__ = ["OneRankWorld", "let_fake_groups_coalesce"]

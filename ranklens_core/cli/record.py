@@ -71,8 +71,8 @@ WALL_TIME = Timing("wall")
     type=click.Choice(["wall", "virtual"]),
     default="wall",
     show_default=True,
-    help="virtual: times are computed from each rank's own compute and --network, so that more ranks than cores "
-    "can be recorded.",
+    help="virtual: times are computed from each rank's own compute and --network, so that more ranks than "
+    "cores can be recorded.",
 )
 @click.option(
     "--network",
@@ -83,8 +83,8 @@ WALL_TIME = Timing("wall")
     "--own-core",
     callback=parse_ranks,
     metavar="R[,R...]",
-    help="With --nproc and --clock virtual: ranks that get a core each; the others share the rest. Name those "
-    "that will be replayed.",
+    help="With --nproc and --clock virtual: ranks that get a core each, those that will be replayed; the "
+    "others share the rest.",
 )
 @cpu_option
 @program_argument
@@ -258,8 +258,8 @@ def _timing(
         return WALL_TIME
     if network is None:
         raise UsageError(
-            "--clock virtual needs the network whose transfers it estimates: --network NAME or FILE (loopback "
-            "for gloo on one host; see docs/network.md)."
+            "--clock virtual needs the network whose transfers it estimates: --network NAME or FILE "
+            "(loopback for gloo on one host; see docs/network.md)."
         )
     if own_cores and nproc is None:
         raise UsageError("--own-core is for local ranks (--nproc): elsewhere the launcher places the ranks.")

@@ -3,7 +3,7 @@
 The format is described in ``docs/trace-format.md``. Nothing here needs torch.
 """
 
-from ranklens_core.trace.layout import RUN_FILE, prepare_directory, rank_directory
+from ranklens_core.trace.layout import RUN_FILE, prepare_directory, rank_directory, remove_ranks_outside
 from ranklens_core.trace.lines import RankHeader
 from ranklens_core.trace.payload import content_address
 from ranklens_core.trace.problem import Problem, ProblemKind
@@ -26,6 +26,7 @@ __all__ = [
     "open_trace",
     "prepare_directory",
     "rank_directory",
+    "remove_ranks_outside",
     "verify",
     "write_run",
 ]

@@ -15,6 +15,7 @@ import xxhash
 
 from ranklens_core.errors import TraceDamagedError, TraceIncompleteError
 from ranklens_core.schema import (
+    NO_STEP,
     TRACE_VERSION,
     EnvironmentItem,
     GroupRecord,
@@ -33,10 +34,12 @@ from ranklens_core.trace.lines import (
     GroupLine,
     HeaderLine,
     Line,
+    MeetingLine,
     PrintedLine,
     RoleLine,
     StepLine,
 )
+from ranklens_core.trace.plausible import group_problem, step_problem
 from ranklens_core.trace.problem import damaged
 from ranklens_core.trace.runfile import DECODE_ERRORS, decode_run
 from ranklens_core.trace.streams import ByteRange, Stream
@@ -127,11 +130,13 @@ def parse_journal(data: memoryview, path: str) -> Iterator[Line | Damage]:
 class RankJournal(msgspec.Struct, frozen=True, kw_only=True):
     """A whole journal: the run, the rank's record, and where each stream's checked bytes are.
 
-    ``time_ns`` is the time of the last line that has one (monotonic clock of the rank's host).
+    ``meeting`` is the id that the job's ranks agreed on, empty if they did not meet. ``time_ns`` is the time
+    of the last line that has one (monotonic clock of the rank's host).
     """
 
     run: RunRecord
     record: RankRecord
+    meeting: str
     ranges: dict[Stream, tuple[ByteRange, ...]]
     time_ns: int
 
@@ -169,22 +174,31 @@ def summarise(lines: Sequence[Line], path: str) -> RankJournal:
     if not isinstance(start, HeaderLine) or any(isinstance(line, HeaderLine) for line in rest):
         raise damaged(path, "its header is not its first line")
 
+    window = start.header.value_steps
+    if window is not None and (window[0] < 0 or (window[1] is not None and window[1] <= window[0])):
+        raise damaged(path, f"it has values of the steps {window[0]}:{window[1]}")
     groups: dict[str, GroupRecord] = {}
     roles: dict[str, str] = {}
     steps: list[Step] = []
     environment: list[EnvironmentItem] = []
     printed: list[Printed] = []
     ranges: dict[Stream, list[ByteRange]] = {stream: [] for stream in Stream}
-    failure, end, time_ns = "", None, start.header.monotonic_ns
+    meeting, failure, end, time_ns = "", "", None, start.header.monotonic_ns
     for line in rest:
         match line:
+            case MeetingLine():
+                meeting = line.id
             case GroupLine(group=group):
-                if start.header.rank not in group.ranks:
-                    raise damaged(path, f"rank {start.header.rank} is not in its own group {group.key}")
+                problem = group_problem(group, start.header.rank, start.run.world_size)
+                if problem:
+                    raise damaged(path, problem)
                 groups[group.key] = group
             case RoleLine(key=key, role=role):
                 roles[key] = role
             case StepLine(step=step):
+                problem = step_problem(step, steps[-1].index if steps else NO_STEP)
+                if problem:
+                    raise damaged(path, problem)
                 steps.append(step)
             case EnvironmentLine(item=fact):
                 environment.append(fact)
@@ -215,6 +229,7 @@ def summarise(lines: Sequence[Line], path: str) -> RankJournal:
     return RankJournal(
         run=start.run,
         record=record,
+        meeting=meeting,
         ranges={stream: tuple(parts) for stream, parts in ranges.items()},
         time_ns=time_ns,
     )

@@ -71,6 +71,31 @@ def prepare_directory(path: Path, overwrite: bool = False, *, rank: int | None =
         ) from error
 
 
+def remove_ranks_outside(path: Path, world_size: int, overwrite: bool) -> None:
+    """Make sure that ``path`` holds no ranks of an earlier, larger job. For one rank a host to call.
+
+    Raises:
+        UsageError: it does and ``overwrite`` is not set, or they hold what is no trace, or cannot be deleted.
+    """
+    try:
+        names = os.listdir(path) if path.is_dir() else []
+        ranks = [rank for name in names if (rank := rank_of_directory(name)) is not None]
+        outside = [path / rank_directory(rank) for rank in sorted(ranks) if rank >= world_size]
+        if outside and not overwrite:
+            raise UsageError(
+                f"{path} holds {outside[0].name} of a larger job than this one of {world_size} ranks. Name "
+                "another directory with --out, or replace the trace that is there with --overwrite."
+            )
+        _refuse_strangers(path, outside, deep=True)
+        for directory in outside:
+            shutil.rmtree(directory)
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be used for a trace: {error.strerror or error}. Name a directory that this user "
+            "can write with --out."
+        ) from error
+
+
 def _delete_trace(path: Path, rank: int | None) -> None:
     """Delete the trace in ``path`` (or one rank's part) once all of it is known to be a trace."""
     entries = sorted(path.iterdir()) if rank is None else [path / rank_directory(rank)]
@@ -92,7 +117,8 @@ def _refuse_strangers(path: Path, entries: Iterable[Path], *, deep: bool) -> Non
     for entry in entries:
         inner = sorted(entry.iterdir()) if deep and entry.is_dir() and not entry.is_symlink() else []
         for candidate in (entry, *inner):
-            if not _is_ours(candidate, is_inner=candidate is not entry):
+            # the rank that removes those of an earlier job may just have been here
+            if not _is_ours(candidate, is_inner=candidate is not entry) and os.path.lexists(candidate):
                 raise UsageError(
                     f"{path} holds {candidate.relative_to(path)}, which is no part of a trace: RankLens "
                     "neither writes beside it nor deletes it. Name another directory with --out."

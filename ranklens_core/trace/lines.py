@@ -28,6 +28,12 @@ class HeaderLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     header: RankHeader
 
 
+class MeetingLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="meeting"):
+    """The ranks of the job agreed on ``id``: ranks with another one are of another run."""
+
+    id: str
+
+
 class GroupLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="group"):
     """A group was made."""
 
@@ -82,6 +88,7 @@ class EndLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
 
 Line = (
     HeaderLine
+    | MeetingLine
     | GroupLine
     | RoleLine
     | StepLine
@@ -93,6 +100,7 @@ Line = (
 )
 LINE_TYPES: tuple[type[msgspec.Struct], ...] = (
     HeaderLine,
+    MeetingLine,
     GroupLine,
     RoleLine,
     StepLine,

@@ -13,6 +13,7 @@ class ProblemKind(StrEnum):
     """How a trace can fall short."""
 
     DAMAGED = "damaged"
+    UNREADABLE = "unreadable"
     VERSION = "version"
     MISSING_RANK = "missing-rank"
     INCOMPLETE_RANK = "incomplete-rank"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cached_property
 from types import GenericAlias
 from typing import TypeVar
@@ -12,11 +12,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ranklens_core.errors import TraceDamagedError, ValuesMissingError
-from ranklens_core.schema import NO_PEER, CallRecord, CallRow, CompletionRow, RankRecord, Signature
+from ranklens_core.schema import CallRecord, CallRow, CompletionRow, RankRecord, Signature
 from ranklens_core.trace.files import TraceFiles
 from ranklens_core.trace.journal import RankJournal
 from ranklens_core.trace.layout import rank_directory
 from ranklens_core.trace.payload import PayloadReader, ValueRow
+from ranklens_core.trace.plausible import call_problem, completion_problem, signature_problem, wait_problem
 from ranklens_core.trace.problem import damaged
 from ranklens_core.trace.streams import Stream, read_stream
 
@@ -43,9 +44,8 @@ class RankTrace:
     def signatures(self) -> tuple[Signature, ...]:
         """Signatures by number."""
         signatures = tuple(self._rows(self._read(Stream.SIGNATURES), Stream.SIGNATURES, Signature))
-        ranks = {group.key: group.ranks for group in self.record.groups}
         for number, signature in enumerate(signatures):
-            problem = _impossible(signature, ranks)
+            problem = signature_problem(signature, self._group_sizes)
             if problem:
                 raise self._damaged(Stream.SIGNATURES, f"signature {number} {problem}")
         return signatures
@@ -54,22 +54,20 @@ class RankTrace:
     def calls(self) -> pa.Table:
         """Columns of ``CallRow``, in entry order."""
         table = self._in_entry_order(Stream.CALLS)
-        highest = pc.max(table["signature"]).as_py()
-        lowest = pc.min(table["signature"]).as_py()
-        count = self._read(Stream.SIGNATURES).num_rows
-        if table.num_rows and not 0 <= lowest <= highest < count:
-            raise self._damaged(Stream.CALLS, f"a call has signature {highest} of {count}")
-        return table
+        return self._plausible(Stream.CALLS, table, call_problem(table, self.signatures))
 
     @cached_property
     def completions(self) -> pa.Table:
         """Columns of ``CompletionRow``, in entry order; calls that did not complete have none."""
-        return self._in_entry_order(Stream.COMPLETIONS)
+        table = self._in_entry_order(Stream.COMPLETIONS)
+        problem = completion_problem(table, self.calls, self.signatures, self._group_sizes)
+        return self._plausible(Stream.COMPLETIONS, table, problem)
 
     @cached_property
     def waits(self) -> pa.Table:
         """Columns of ``WaitRow``, in entry order."""
-        return self._in_entry_order(Stream.WAITS)
+        table = self._in_entry_order(Stream.WAITS)
+        return self._plausible(Stream.WAITS, table, wait_problem(table, self.calls))
 
     @cached_property
     def values(self) -> PayloadReader:
@@ -145,6 +143,15 @@ class RankTrace:
             self.__dict__.pop(name, None)
 
     @cached_property
+    def _group_sizes(self) -> dict[str, int]:
+        return {group.key: len(group.ranks) for group in self.record.groups}
+
+    def _plausible(self, stream: Stream, table: pa.Table, problem: str) -> pa.Table:
+        if problem:
+            raise self._damaged(stream, problem)
+        return table
+
+    @cached_property
     def _tables(self) -> dict[Stream, pa.Table]:
         return {}
 
@@ -189,15 +196,3 @@ def _ascends(entries: pa.Array) -> bool:
         return True
     steps = pc.greater(entries[1:], entries[:-1])
     return bool(entries[0].as_py() >= 0 and pc.all(steps, min_count=0).as_py())
-
-
-def _impossible(signature: Signature, groups: Mapping[str, tuple[int, ...]]) -> str:
-    """What in a signature contradicts itself or its group (ranks by key); ``""`` if nothing."""
-    if len(signature.in_dtypes) != len(signature.in_shapes):
-        return f"has {len(signature.in_dtypes)} input dtypes and {len(signature.in_shapes)} shapes"
-    if len(signature.out_dtypes) != len(signature.out_shapes):
-        return f"has {len(signature.out_dtypes)} output dtypes and {len(signature.out_shapes)} shapes"
-    size = len(groups.get(signature.group, ()))
-    if size and signature.peer != NO_PEER and not 0 <= signature.peer < size:
-        return f"has peer {signature.peer} in a group of {size}"
-    return ""

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from ranklens_core.errors import (
     TraceDamagedError,
+    TraceError,
     TraceFormatError,
     TraceIncompleteError,
     TraceNotFoundError,
@@ -73,11 +74,18 @@ def _read_run(files: TraceFiles, names: list[str], found: list[int]) -> RunRecor
             f"{files.path} is no trace: it has neither {RUN_FILE} nor {rank_directory(0)}. Name the "
             "directory that ranklens record wrote (--out)."
         )
+    unusable: TraceError | None = None
     for rank in found:
         try:
             return _read_journal(files, rank).run
         except TraceIncompleteError:
             continue  # that rank died before its first line; the next one says the same
+        except TraceVersionError:
+            raise
+        except TraceError as error:
+            unusable = unusable or error
+    if unusable is not None:
+        raise unusable
     raise TraceFormatError(
         f"{files.path} holds no recording: its ranks died before they began. Record again."
     )
@@ -188,8 +196,32 @@ class Trace:
                     f"{journal.run.world_size} ranks) than this trace ({self.run.run_id}, {self.world_size} "
                     "ranks). Copy the ranks of one run into a directory of their own."
                 )
+            if journal.meeting:
+                self._check_meeting(rank, journal.meeting)
             self._journals[rank] = journal
         return self._journals[rank]
+
+    def _check_meeting(self, rank: int, meeting: str) -> None:
+        """Two jobs of one launcher have the same run id, but their ranks never met."""
+        first = self._first_met
+        if first is not None and first[1] != meeting:
+            raise TraceDamagedError(
+                f"{self.path}/{rank_directory(rank)} and {rank_directory(first[0])} are of two runs: these "
+                f"ranks never met ({meeting}, {first[1]}). Copy the ranks of one run into a directory of "
+                "their own, or record again into a new one."
+            )
+
+    @cached_property
+    def _first_met(self) -> tuple[int, str] | None:
+        """The first rank that met the others, and the id they agreed on."""
+        for rank in self.found:
+            try:
+                meeting = _read_journal(self.files, rank).meeting
+            except TraceError:
+                continue  # told where that rank is asked for
+            if meeting:
+                return rank, meeting
+        return None
 
     def close(self) -> None:
         """Let go of all files."""

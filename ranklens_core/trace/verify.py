@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 
 import msgspec
 
-from ranklens_core.errors import TraceDamagedError, TraceError, TraceVersionError
+from ranklens_core.errors import (
+    TraceDamagedError,
+    TraceError,
+    TraceFormatError,
+    TraceNotFoundError,
+    TraceVersionError,
+)
 from ranklens_core.trace.files import trace_files
 from ranklens_core.trace.journal import Damage, parse_journal
 from ranklens_core.trace.layout import JOURNAL_FILE, RUN_FILE, rank_directory
@@ -16,6 +22,8 @@ from ranklens_core.trace.problem import Problem, ProblemKind
 from ranklens_core.trace.ranktrace import RankTrace
 from ranklens_core.trace.reader import Trace, open_trace, open_without_run_file
 from ranklens_core.trace.streams import Stream, range_problems
+
+CALL_STREAMS = {Stream.SIGNATURES, Stream.CALLS, Stream.COMPLETIONS}
 
 
 class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,8 +58,10 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
     problems = []
     try:
         trace = open_trace(path)
-    except TraceDamagedError as error:
-        problems.append(Problem(rank=None, file=RUN_FILE, kind=ProblemKind.DAMAGED, text=str(error)))
+    except (TraceNotFoundError, TraceFormatError, TraceVersionError):
+        raise
+    except TraceError as error:
+        problems.append(Problem(rank=None, file=RUN_FILE, kind=_kind(error), text=str(error)))
         try:
             trace = open_without_run_file(trace_files(path))
         except TraceError:
@@ -95,15 +105,14 @@ class _Check:
             return
         try:
             shortfall = self._trace.shortfall(rank)
-        except TraceDamagedError as error:
-            yield _problem(rank, JOURNAL_FILE, ProblemKind.DAMAGED, str(error))
+        except TraceError as error:
+            yield _problem(rank, JOURNAL_FILE, _kind(error), str(error))
             return
         if shortfall is not None:
             yield shortfall
         if shortfall is None or shortfall.kind is not ProblemKind.MISSING_RANK:
             recording = self._trace.rank(rank)
-            damages = list(self._streams(recording))
-            yield from damages or self._payload(recording)
+            yield from self._streams(recording)
             recording.close()
 
     def _journal(self, rank: int) -> Iterator[Problem]:
@@ -113,50 +122,78 @@ class _Check:
             for line in parse_journal(data or memoryview(b""), path):
                 if isinstance(line, Damage):
                     yield _problem(rank, JOURNAL_FILE, ProblemKind.DAMAGED, line.text)
-        except TraceVersionError as error:
-            yield _problem(rank, JOURNAL_FILE, ProblemKind.VERSION, str(error))
         except TraceError as error:
-            yield _problem(rank, JOURNAL_FILE, ProblemKind.DAMAGED, str(error))
+            yield _problem(rank, JOURNAL_FILE, _kind(error), str(error))
 
     def _streams(self, recording: RankTrace) -> Iterator[Problem]:
-        """Damaged ranges of bytes; where there are none, whether the rows make sense."""
-        rank = recording.record.rank
-        damaged = False
+        """Damaged ranges of bytes; whether the rows of what is whole make sense; the values."""
+        rank, broken = recording.record.rank, set()
         for stream in Stream:
-            ranges = recording.journal.ranges[stream]
-            data = recording.data(stream.file)
-            texts = range_problems(memoryview(b"") if data is None else data, ranges)
-            for text in texts:
-                yield _problem(rank, stream.file, ProblemKind.DAMAGED, text)
-            damaged = damaged or bool(texts)
-        if damaged:
-            return
+            for problem in self._bytes(recording, stream):
+                broken.add(stream)
+                yield problem
+        checks: tuple[tuple[set[Stream], Callable[[], object]], ...] = (
+            (CALL_STREAMS, lambda: self._count_calls(recording)),
+            (CALL_STREAMS | {Stream.WAITS}, lambda: recording.waits),
+            ({Stream.VALUES}, lambda: recording.values),
+        )
+        for needed, check in checks:
+            if needed & broken:
+                continue
+            try:
+                check()
+            except TraceError as error:
+                broken |= needed
+                yield _problem(rank, "", _kind(error), str(error))
+        if Stream.VALUES not in broken:
+            yield from self._payload(recording)
+            if not CALL_STREAMS & broken:
+                yield from self._missing_values(recording)
+
+    def _bytes(self, recording: RankTrace, stream: Stream) -> Iterator[Problem]:
+        rank = recording.record.rank
         try:
-            for _ in recording.call_records():
-                self.calls += 1
-            recording.waits.validate()
-            recording.values.addresses()
-        except TraceDamagedError as error:
-            yield _problem(rank, "", ProblemKind.DAMAGED, str(error))
+            data = recording.data(stream.file)
+        except TraceError as error:
+            yield _problem(rank, stream.file, _kind(error), str(error))
+            return
+        for text in range_problems(
+            memoryview(b"") if data is None else data, recording.journal.ranges[stream]
+        ):
+            yield _problem(rank, stream.file, ProblemKind.DAMAGED, text)
+
+    def _count_calls(self, recording: RankTrace) -> None:
+        for _ in recording.call_records():
+            self.calls += 1
 
     def _payload(self, recording: RankTrace) -> Iterator[Problem]:
-        """Values that differ from their address, and values that calls refer to but are not there."""
+        """Values that differ from their address, or are not there."""
         rank, values = recording.record.rank, recording.values
         seen = set()
         for address in values.addresses():
             try:
                 self.value_bytes += len(values.get(address))
                 self.values += 1
-            except TraceDamagedError as error:
+            except TraceError as error:
                 if str(error) not in seen:
-                    yield _problem(rank, "", ProblemKind.DAMAGED, str(error))
+                    yield _problem(rank, "", _kind(error), str(error))
                 seen.add(str(error))
+
+    def _missing_values(self, recording: RankTrace) -> Iterator[Problem]:
+        """Values that calls refer to, but nobody kept."""
+        rank, values = recording.record.rank, recording.values
         if recording.record.has_values:
             needed = chain.from_iterable(recording.completions["out_addresses"].to_pylist())
             absent = {address for address in needed if address not in values}
             if absent:
                 text = f"{len(absent)} values that calls refer to were not kept, {min(absent).hex()} for one"
                 yield _problem(rank, Stream.VALUES.file, ProblemKind.MISSING_VALUES, text)
+
+
+def _kind(error: TraceError) -> ProblemKind:
+    if isinstance(error, TraceVersionError):
+        return ProblemKind.VERSION
+    return ProblemKind.DAMAGED if isinstance(error, TraceDamagedError) else ProblemKind.UNREADABLE
 
 
 def _problem(rank: int, file: str, kind: ProblemKind, text: str) -> Problem:

@@ -35,6 +35,7 @@ from ranklens_core.trace.lines import (
     GroupLine,
     HeaderLine,
     Line,
+    MeetingLine,
     PrintedLine,
     RankHeader,
     RoleLine,
@@ -47,6 +48,9 @@ logger = logging.getLogger("ranklens.trace")
 
 FLUSH_ROWS = 4096
 """Rows that make a flush due before its time; also how often producers look at the queue."""
+
+FLUSH_INTERVAL_S = 0.25
+"""How old a record can get before it is on disk."""
 
 MAX_PENDING_ITEMS = 32 * FLUSH_ROWS
 """Items queued before producers wait: about 100 MB of rows at most."""
@@ -81,19 +85,19 @@ class TraceWriter:
         *,
         clock: Clock | None = None,
         max_pending_bytes: int = 256 << 20,
-        flush_interval_s: float = 0.25,
+        flush_interval_s: float = FLUSH_INTERVAL_S,
         opener: Opener = open_new,
     ) -> None:
         """Start writing ``directory/rank-NNNNN``, which must be empty or not there.
 
-        ``max_pending_bytes`` bounds the memory of values that are queued: past it, ``store`` waits. A kill
-        -9 loses at most what was recorded in the last ``flush_interval_s`` seconds.
+        ``max_pending_bytes`` bounds the memory of values that are queued: past it, ``store`` waits.
+        A kill -9 loses at most what was recorded in the last ``flush_interval_s`` seconds (and while the last
+        flush was being written).
         Never raises OSError: where the files cannot be made, ``failure`` says why.
         """
         self.failure = ""
         self._clock = clock if clock is not None else MonotonicClock()
         self._max_pending_bytes = max_pending_bytes
-        self._flush_interval_s = flush_interval_s
         self._flush_interval_ns = int(flush_interval_s * 1e9)
         self._flushed_ns = self._clock.now_ns()
         self.rank = header.rank
@@ -169,6 +173,10 @@ class TraceWriter:
                 self._wake()
 
     # Lines of the journal.
+
+    def meeting(self, meeting_id: str) -> None:
+        """Record the id that the ranks of the job agreed on."""
+        self._put(MeetingLine(id=meeting_id))
 
     def group(self, group: GroupRecord) -> None:
         """Record a group that was made."""
@@ -264,7 +272,9 @@ class TraceWriter:
     def _write_once(self) -> None:
         """Wait for work, write what is queued, and flush if that is due."""
         with self._changed:
-            self._changed.wait_for(lambda: self._wake_asked, timeout=self._flush_interval_s)
+            # woken for other reasons, it must not wait a whole interval again
+            due_in_ns = self._flushed_ns + self._flush_interval_ns - self._clock.now_ns()
+            self._changed.wait_for(lambda: self._wake_asked, timeout=max(0, due_in_ns) / 1e9)
             self._wake_asked = False
             end, asked = self._end, self._flushes_asked
         for _ in range(len(self._queue)):
