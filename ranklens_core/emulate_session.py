@@ -79,6 +79,7 @@ class EmulateSession:
                     None,
                     self._network_time,
                     exact=False,
+                    virtual=True,
                     groups=lone.made,
                     recorded={},
                 )

@@ -6,7 +6,6 @@ it pending until then, futures and their callbacks run then, outputs change only
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ from ranklens_core.clock import Clock
 from ranklens_core.completion.cpu import Completion, CpuEngine
 from ranklens_core.delivery import Fill, TimeSource
 from ranklens_core.errors import TraceIncompleteError
+from ranklens_core.own_work import Excluded, OwnWork, Recorded
 from ranklens_core.schema import CallRecord, GroupRecord
 from ranklens_core.spans import Spans, Subject, is_profiling
 from ranklens_core.timing.arrival import ArrivalTimer, Basis
@@ -32,22 +32,6 @@ Transfer = Callable[[Call, Interned], int]
 """Estimated transfer time of a call in ns."""
 
 _TIMED = (Basis.RECORDED, Basis.PEERS_ASSUMED_BINDING)
-
-
-def _recorders_own(record: CallRecord | None) -> tuple[int, int]:
-    """What the recorder did around a call, in ns: before it (addressing inputs) and, if it blocked, after
-    it (keeping results). It is part of the recorded pace, that of all ranks, and so of the replayed one.
-    """
-    if record is None or record.completion is None:
-        return 0, 0
-    row, end = record.row, record.completion
-    return row.start_ns - row.enqueue_ns, max(0, end.return_ns - end.end_ns) if end.return_ns else 0
-
-
-class _Ready(threading.local):
-    """How long the calling thread had waited for a core when its previous call ended."""
-
-    delay_ns: int | None = None
 
 
 class Due(NamedTuple):
@@ -82,8 +66,9 @@ class InTime:
 
     ``timer`` gives recorded times, ``transfer`` estimated ones for calls without; one of them may be
     None. ``exact`` says that every recorded call will be made in the recorded order (a mismatch is an
-    error): only then may a due time wait for calls to come. ``groups`` names the groups in profiles.
-    ``exposed`` adds up how long calls held the program.
+    error): only then may a due time wait for calls to come. ``virtual`` says that the timer's times are of a
+    virtual timeline: they count as estimated, and RankLens' own work is not in them. ``groups`` names the
+    groups in profiles. ``exposed`` adds up how long calls held the program.
     """
 
     def __init__(
@@ -94,12 +79,13 @@ class InTime:
         transfer: Transfer | None,
         *,
         exact: bool,
+        virtual: bool = False,
         groups: Mapping[str, GroupRecord] | None = None,
     ) -> None:
         self._engine = engine
         self._now_ns = clock.now_ns
-        self._delay_ns = clock.thread_delay_ns
-        self._ready = _Ready()
+        self._own: OwnWork = Excluded(clock) if virtual else Recorded(clock)
+        self._source = TimeSource.ESTIMATED if virtual else TimeSource.RECORDED
         self._timer = timer
         self._transfer = transfer
         self._exact = exact
@@ -116,7 +102,7 @@ class InTime:
 
     def enter(self) -> int:
         """See ``Delivery``."""
-        return self._now_ns()
+        return self._own.enter()
 
     def deliver(
         self, call: Call, interned: Interned, record: CallRecord | None, fill: Fill, entered_ns: int
@@ -124,32 +110,19 @@ class InTime:
         """See ``Delivery``."""
         if self._failure is not None:
             raise self._failure
-        before_ns, after_ns = _recorders_own(record)
-        before_ns += self._missing_delay(record)
-        arrival_ns = max(self._now_ns(), entered_ns + before_ns)
+        arrival_ns = self._own.begin_ns(entered_ns, record)
         entry = record.row.entry if record is not None else -1
         due = self._due(call, interned, entry, arrival_ns)
         subject = Subject(call.operator.name, interned, record)
         if due is not None and not call.is_async:
-            self._block(subject, due, fill, arrival_ns, after_ns)
-            self._ready.delay_ns = self._delay_ns()
+            self._block(subject, due, fill, arrival_ns, self._own.after_ns(record))
+            self._own.leave(due.due_ns)
             return None if call.operator.returns is Returns.NOTHING else FINISHED
         work = self._asynchronous(call, subject, fill, entry, arrival_ns, due)
-        if before_ns > self._now_ns() - entered_ns:
-            self._engine.sleep_until(entered_ns + before_ns)
-        self._ready.delay_ns = self._delay_ns()
+        if arrival_ns > self._now_ns():
+            self._engine.sleep_until(arrival_ns)
+        self._own.leave(arrival_ns)
         return work
-
-    def _missing_delay(self, record: CallRecord | None) -> int:
-        """By how much less than when it was recorded the thread waited for a core since its last call, ns.
-
-        There, threads that are not here had the core at times: the communication library's, that reduce
-        and copy, and the recorder's.
-        """
-        since_ns = self._ready.delay_ns
-        if record is None or since_ns is None:
-            return 0
-        return max(0, record.row.delayed_ns - (self._delay_ns() - since_ns))
 
     def before_wait(self, work: Work) -> None:
         """Wait for the result of ``work`` in the program's own thread."""
@@ -164,7 +137,7 @@ class InTime:
         sleep is enough (a sleep costs more than the rest of such a call)."""
         fill()
         if is_profiling():
-            self._hold(subject, due, lambda: self._engine.arrive_at(due.due_ns))
+            self._hold(subject, due, arrival_ns, lambda: self._engine.arrive_at(due.due_ns))
             self._engine.sleep_until(due.due_ns + after_ns)
             return
         self._engine.arrive_at(due.due_ns + after_ns)
@@ -174,12 +147,16 @@ class InTime:
         )
 
     def _wait(self, flight: _Flight | None) -> None:
-        if flight is not None and flight.completion.done_ns is None:
-            self._hold(flight.subject, flight.due, lambda: self._engine.wait_for(flight.completion))
+        if flight is None:
+            return
+        begin_ns = self._own.wait_begin_ns(self._own.enter())
+        if flight.completion.done_ns is None:
+            self._hold(flight.subject, flight.due, begin_ns, lambda: self._engine.wait_for(flight.completion))
+        self._own.leave_wait(max(begin_ns, flight.due.due_ns))
 
-    def _hold(self, subject: Subject, due: Due, until_due: Callable[[], None]) -> None:
-        """The program is held by a call: ``until_due()`` returns when the result is there."""
-        begin_ns = self._now_ns()
+    def _hold(self, subject: Subject, due: Due, begin_ns: int, until_due: Callable[[], None]) -> None:
+        """The program is held by a call from ``begin_ns`` on: ``until_due()`` returns when the result is
+        there."""
         if is_profiling():
             with self._spans.communication(subject, due.source):
                 if due.ready_ns > begin_ns:
@@ -207,7 +184,7 @@ class InTime:
         if self._timer is not None and entry >= 0 and self._timer.basis(entry) in _TIMED:
             due = self._recorded_due(entry, arrival_ns)
             if due is not None:
-                self.times[TimeSource.RECORDED] += 1
+                self.times[self._source] += 1
                 self._settle(entry, due.due_ns)
                 return due
             if self._exact:
@@ -217,7 +194,7 @@ class InTime:
                         "that come after it, though the program waits for it: the trace contradicts "
                         "itself. Record again, or ask for --task debug."
                     )
-                self.times[TimeSource.RECORDED] += 1
+                self.times[self._source] += 1
                 return None
         due = self._estimated_due(call, interned, arrival_ns)
         self.times[TimeSource.ESTIMATED] += 1
@@ -246,7 +223,7 @@ class InTime:
             if anchor.entry not in (self._due_ns if anchor.completed else self._arrived_ns):
                 return None
         due_ns = self._timer.due_ns(entry, arrival_ns, self._due_ns.__getitem__, self._arrived_ns.__getitem__)
-        return Due(due_ns, due_ns - self._timer.transfer_ns(entry), TimeSource.RECORDED)
+        return Due(due_ns, due_ns - self._timer.transfer_ns(entry), self._source)
 
     def _settle(self, entry: int, due_ns: int) -> None:
         """``entry`` is due at ``due_ns``: calls that were held for it may be due now too."""

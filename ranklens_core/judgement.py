@@ -12,7 +12,7 @@ from ranklens_core.errors import RankLensError, StructureMismatchError
 from ranklens_core.lone_rank import LoneRank
 from ranklens_core.matching import Matcher
 from ranklens_core.replayer import Replayer
-from ranklens_core.schema import GroupRecord, Printed, RankRecord
+from ranklens_core.schema import GroupRecord, Printed, RankRecord, Step
 from ranklens_core.step_times import StepTimes, untimed_steps
 from ranklens_core.task import OnMismatch, Result, Task
 from ranklens_core.verdict import (
@@ -90,16 +90,16 @@ def make_verdict(
     record: RankRecord | None,
     differences: Sequence[EnvironmentDifference],
     error: BaseException | None,
+    recorded_steps: Sequence[Step] = (),
     times: StepTimes | None = None,
     memory: MemoryResult | None = None,
     estimates: Mapping[str, int] | None = None,
     on_mismatch: OnMismatch = OnMismatch.STOP,
 ) -> Verdict:
     """The verdict of a run; ``matcher`` and ``record`` are None for an emulation, ``times`` where no time
-    was kept, ``memory`` where it was not watched. ``estimates`` counts calls by the source of their estimated
-    time."""
+    was kept, ``memory`` where it was not watched. ``recorded_steps`` are in the clock that is kept.
+    ``estimates`` counts calls by the source of their estimated time."""
     status, message = judge(replayer, matcher, len(lone.steps.done), lone.refused or error, on_mismatch)
-    recorded_steps = record.steps if record else ()
     if times is None:
         steps, timing = untimed_steps(lone.steps.done, recorded_steps), TimingResult()
     else:

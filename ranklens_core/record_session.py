@@ -21,12 +21,13 @@ from ranklens_core.c10d.site import Sites
 from ranklens_core.clock import Clock, MonotonicClock
 from ranklens_core.errors import UsageError
 from ranklens_core.leaving import before_exec, before_exit
+from ranklens_core.own_cores import CorePlan
 from ranklens_core.patches import Patches
 from ranklens_core.place import RankEnvironment
 from ranklens_core.printed import PrintedMetrics
 from ranklens_core.program import Program
 from ranklens_core.recorder import Recorder, Values
-from ranklens_core.schema import OLDEST_READER, TRACE_VERSION, RunRecord, Signature, Step
+from ranklens_core.schema import OLDEST_READER, TRACE_VERSION, GroupRecord, RunRecord, Signature, Step
 from ranklens_core.steps import OptimizerSteps, Steps
 from ranklens_core.trace import (
     RUN_FILE,
@@ -76,7 +77,9 @@ class RecordSession:
         window: tuple[int, int | None] | None = None,
         overwrite: bool = False,
         clock: Clock | None = None,
+        cores: CorePlan | None = None,
     ) -> None:
+        self._cores = cores
         directory = directory.absolute()  # files are added while the program may change its directory
         if place.local_rank == 0:
             remove_ranks_outside(directory, run.world_size, overwrite)
@@ -99,7 +102,7 @@ class RecordSession:
         for item in environment.capture():
             self.writer.environment(item)
         self.steps = Steps(clock, self._name_roles, self._step_ended)
-        self._groups = Groups(self.writer.group)
+        self._groups = Groups(self._new_group)
         self._meeting = Meeting(self.writer.meeting)
         self.adapters = Adapters(self.steps, strict=False)
         signatures = Signatures(self._groups, Sites(TIMER_FILES), self._new_signature)
@@ -159,6 +162,12 @@ class RecordSession:
         self.writer.fail(reason)
         self.writer.close(None)
 
+    def _new_group(self, group: GroupRecord) -> None:
+        self.writer.group(group)
+        if self._cores is not None:
+            # the backend has threads for the group by now
+            self._cores.move_helpers(self.rank)
+
     def _new_signature(self, signature: Signature) -> None:
         self.writer.signature(signature)
 
@@ -174,6 +183,8 @@ class RecordSession:
         self.writer.step(step)
         if step.index == 0:
             self._name_roles()
+            if self._cores is not None:
+                self._cores.move_helpers(self.rank)
 
 
 def _write_run_file(directory: Path, run: RunRecord) -> None:

@@ -19,13 +19,11 @@ from ranklens_core.schema import RankRecord, Step
 from ranklens_core.step_times import StepTimes
 from ranklens_core.task import OnMismatch, Result, Task
 from ranklens_core.timekeeper import Timekeeper
-from ranklens_core.timing.align import join_trace
-from ranklens_core.timing.arrival import ArrivalPlan, ArrivalTimer, plan_arrivals
-from ranklens_core.timing.binding import bind
+from ranklens_core.timing.arrival import ArrivalTimer
 from ranklens_core.timing.estimate import Estimator
 from ranklens_core.timing.exposed import recorded_exposed
 from ranklens_core.timing.network import NetworkDescription, load_network
-from ranklens_core.timing.ranklog import RankLog
+from ranklens_core.timing.survivor import replay_timing
 from ranklens_core.trace import Trace
 from ranklens_core.verdict import Verdict
 
@@ -66,7 +64,7 @@ class ReplaySession:
         clock = PausableClock(clock or MonotonicClock())
         # before the program runs: planning a large trace takes seconds
         estimator = self._estimator(network) if task.keeps_time else None
-        plan = _arrivals(trace, rank) if task.keeps_time else None
+        self._timing = replay_timing(trace, rank) if task.keeps_time else None
         if task.keeps_time and self.record.has_values:
             self._rank_trace.warm(WARM_BYTES)
         self._lone = LoneRank(
@@ -97,7 +95,7 @@ class ReplaySession:
                 self._lone.sites,
                 self._lone.steps,
                 groups,
-                self._delivery(clock, plan, estimator, exact=self._on_mismatch is OnMismatch.STOP),
+                self._delivery(clock, estimator, exact=self._on_mismatch is OnMismatch.STOP),
                 self._memory.restored if self._memory else None,
             )
             if self._memory is not None:
@@ -122,10 +120,9 @@ class ReplaySession:
         check_world(estimator, self.trace.world_size)
         return estimator
 
-    def _delivery(
-        self, clock: PausableClock, plan: ArrivalPlan | None, estimator: Estimator | None, *, exact: bool
-    ) -> Delivery:
-        if plan is None:
+    def _delivery(self, clock: PausableClock, estimator: Estimator | None, *, exact: bool) -> Delivery:
+        timing = self._timing
+        if timing is None:
             return AtOnce()
         groups = ChainMap(self._lone.made, {group.key: group for group in self.record.groups})
         if estimator is not None:
@@ -133,11 +130,12 @@ class ReplaySession:
         keeper = Timekeeper(
             self._lone.patches,
             clock,
-            ArrivalTimer(plan),
+            ArrivalTimer(timing.plan),
             self._network_time,
             exact=exact,
+            virtual=timing.virtual,
             groups=groups,
-            recorded=recorded_exposed(RankLog.read(self._rank_trace), plan, self.record.steps),
+            recorded=recorded_exposed(timing.log, timing.plan, timing.steps),
         )
         self._times = keeper.times
         return keeper.delivery
@@ -164,6 +162,7 @@ class ReplaySession:
             replayer=self._replayer,
             matcher=self._matcher,
             record=self.record,
+            recorded_steps=self._timing.steps if self._timing else self.record.steps,
             differences=self._differences,
             error=error,
             times=self._times,
@@ -173,11 +172,6 @@ class ReplaySession:
         )
         self._rank_trace.close()
         return self.verdict
-
-
-def _arrivals(trace: Trace, rank: int) -> ArrivalPlan:
-    joined, _ = join_trace(trace)
-    return plan_arrivals(joined, bind(joined), rank)
 
 
 def _ranks_with_values(trace: Trace) -> str:

@@ -225,7 +225,13 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """``run.json``: the whole run at a glance."""
+    """``run.json``: the whole run at a glance.
+
+    ``clock`` is ``wall`` or ``virtual``. With a virtual clock the job's timeline is computed from the ranks'
+    own compute and the network: ``network`` is its name and ``network_content`` all of it, as
+    ``timing.network_content`` writes it. ``own_cores`` are the ranks that had a core of their own, whose
+    compute is their wall time; that of the others is their CPU time.
+    """
 
     format: int
     oldest_reader: int
@@ -240,3 +246,5 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     clock: str
     network: str
     cpu_cuda: bool
+    network_content: str = ""
+    own_cores: tuple[int, ...] = ()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ranklens_core.own_cores import CorePlan
 from ranklens_core.place import RankEnvironment, run_id_of
 from ranklens_core.program import Program
 from ranklens_core.record_session import RecordSession, describe_run, keeps_values
@@ -25,11 +26,13 @@ def record(
     program: Program | None = None,
     run: RunRecord | None = None,
     overwrite: bool = False,
+    cores: CorePlan | None = None,
 ) -> Iterator[RecordSession]:
     """Record the calls made inside the block, on this rank, into ``directory``.
 
     ``payload`` is ``"all"``, ``"none"`` or ``"R,R,..."``: the ranks whose values are kept. ``steps``
-    is the window ``(first, end)`` whose inputs can be compared later.
+    is the window ``(first, end)`` whose inputs can be compared later. ``cores`` says where this rank's
+    threads are to run.
     """
     place = RankEnvironment.from_environ(os.environ)
     session = RecordSession(
@@ -39,6 +42,7 @@ def record(
         keep_values=keeps_values(payload, place.rank),
         window=steps,
         overwrite=overwrite,
+        cores=cores,
     )
     status, interrupted = 1, False
     try:

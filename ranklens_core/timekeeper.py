@@ -29,6 +29,7 @@ class Timekeeper:
         transfer: Transfer | None,
         *,
         exact: bool,
+        virtual: bool = False,
         groups: Mapping[str, GroupRecord],
         recorded: Mapping[int, Exposed],
     ) -> None:
@@ -45,5 +46,5 @@ class Timekeeper:
             engine.resume()
 
         pause_at_prompts(patches, pause, resume)
-        self.delivery = InTime(engine, clock, timer, transfer, exact=exact, groups=groups)
+        self.delivery = InTime(engine, clock, timer, transfer, exact=exact, virtual=virtual, groups=groups)
         self.times = StepTimes(self.delivery.exposed, recorded, engine.lateness, lambda: clock.lost_ns)

@@ -60,3 +60,16 @@ def parse_steps(_: click.Context, __: click.Parameter, value: str | None) -> tup
     if not colon or window[0] < 0 or (window[1] is not None and window[1] <= window[0]):
         raise UsageError(f"--steps takes A:B with 0 <= A < B (or A:), counted from 0, not {value!r}.")
     return window
+
+
+def parse_ranks(_: click.Context, __: click.Parameter, value: str | None) -> tuple[int, ...]:
+    """``5,0`` as (5, 0); nothing as ()."""
+    if value is None:
+        return ()
+    try:
+        ranks = tuple(int(part) for part in value.split(","))
+    except ValueError:
+        ranks = (-1,)
+    if min(ranks) < 0 or len(set(ranks)) != len(ranks):
+        raise UsageError(f"--own-core takes different ranks like 5 or 0,5, not {value!r}.")
+    return ranks

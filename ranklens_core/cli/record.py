@@ -5,16 +5,40 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
+import msgspec
 
-from ranklens_core.cli.options import DEFAULT_OUT, cpu_option, parse_steps, program_argument
+from ranklens_core.cli.options import (
+    DEFAULT_OUT,
+    cpu_option,
+    parse_ranks,
+    parse_steps,
+    program_argument,
+)
 from ranklens_core.errors import UsageError
 
 if TYPE_CHECKING:
+    from ranklens_core.own_cores import CorePlan
     from ranklens_core.program import Program
     from ranklens_core.schema import RunRecord
+
+
+class Timing(NamedTuple):
+    """Where a recording's times come from: the last four are those of ``RunRecord``."""
+
+    clock: str
+    network: str = ""
+    network_content: str = ""
+    own_cores: tuple[int, ...] = ()
+
+    def describe(self, run: RunRecord) -> RunRecord:
+        """``run`` with these."""
+        return msgspec.structs.replace(run, **self._asdict())
+
+
+WALL_TIME = Timing("wall")
 
 
 @click.command()
@@ -42,6 +66,26 @@ if TYPE_CHECKING:
     "--payload", metavar="all|none|R,...", help="Ranks whose results are kept (default with --nproc: all)."
 )
 @click.option("--pin", is_flag=True, help="With --nproc: keep each rank on a core of its own (in turn).")
+@click.option(
+    "--clock",
+    type=click.Choice(["wall", "virtual"]),
+    default="wall",
+    show_default=True,
+    help="virtual: times are computed from each rank's own compute and --network, so that more ranks than "
+    "cores can be recorded.",
+)
+@click.option(
+    "--network",
+    metavar="NAME|FILE",
+    help="With --clock virtual: the network that transfers are estimated for.",
+)
+@click.option(
+    "--own-core",
+    callback=parse_ranks,
+    metavar="R[,R...]",
+    help="With --nproc and --clock virtual: ranks that get a core each, those that will be replayed; the "
+    "others share the rest.",
+)
 @cpu_option
 @program_argument
 def command(
@@ -51,6 +95,9 @@ def command(
     steps: tuple[int, int | None] | None,
     payload: str | None,
     pin: bool,
+    clock: str,
+    network: str | None,
+    own_core: tuple[int, ...],
     cpu: bool,
     program: tuple[str, ...],
 ) -> None:
@@ -59,11 +106,13 @@ def command(
     \b
       ranklens record --nproc 8 -- train.py --lr 1e-3
       torchrun --nproc-per-node 8 -m ranklens_core record --payload 0,5 -- train.py
+      ranklens record --nproc 64 --clock virtual --network h100-ib400 --own-core 5 -- train.py
     """
     from ranklens_core.hash_seed import fix_hash_seed
     from ranklens_core.program import Program
 
     parsed = Program.parse(program)
+    timing = _timing(clock, network, own_core, nproc, pin=pin)
     fix_hash_seed()
     if nproc is not None:
         status = record_local(
@@ -75,6 +124,7 @@ def command(
             pin=pin,
             cpu=cpu,
             overwrite=overwrite,
+            timing=timing,
         )
     else:
         if payload is None:
@@ -82,7 +132,7 @@ def command(
                 "Whose values shall be kept? Say --payload all, none or ranks like 0,5 (all of a large job "
                 "can be many gigabytes)."
             )
-        status = _record_this_rank(parsed, out, payload, steps, cpu=cpu, overwrite=overwrite)
+        status = _record_this_rank(parsed, out, payload, steps, cpu=cpu, overwrite=overwrite, timing=timing)
     sys.exit(status)
 
 
@@ -96,9 +146,11 @@ def record_local(
     pin: bool,
     cpu: bool,
     overwrite: bool,
+    timing: Timing = WALL_TIME,
 ) -> int:
     """Record ``nproc`` forked ranks of ``program`` into ``out``; returns the job's exit status."""
     from ranklens_core.cluster import run_local
+    from ranklens_core.own_cores import plan_cores
     from ranklens_core.preimport import guess_preimports
     from ranklens_core.standin import cpu_cuda_context, wants_cpu_cuda
     from ranklens_core.trace import open_trace, prepare_directory, write_run
@@ -114,7 +166,7 @@ def record_local(
     prepare_directory(out, overwrite=overwrite)
     from ranklens_core.record_session import describe_run
 
-    run = describe_run(program, nproc, cpu_cuda=cpu_cuda)
+    run = timing.describe(describe_run(program, nproc, cpu_cuda=cpu_cuda))
     directory = out.absolute()
     try:
         write_run(directory, run)
@@ -124,11 +176,14 @@ def record_local(
         ) from error
 
     def rank_main(rank: int) -> int:
+        if plan is not None:
+            plan.settle(rank)
         if pin:
             cores = sorted(os.sched_getaffinity(0))
             os.sched_setaffinity(0, {cores[rank % len(cores)]})
-        return _run_recorded(program, directory, payload, steps, run)
+        return _run_recorded(program, directory, payload, steps, run, plan=plan)
 
+    plan = plan_cores(timing.own_cores, nproc) if timing.own_cores else None
     with cpu_cuda_context(cpu_cuda):
         result = run_local(
             nproc,
@@ -156,6 +211,7 @@ def _record_this_rank(
     *,
     cpu: bool,
     overwrite: bool,
+    timing: Timing,
 ) -> int:
     from ranklens_core.place import RankEnvironment, run_id_of
     from ranklens_core.preimport import guess_preimports
@@ -165,7 +221,9 @@ def _record_this_rank(
     place = RankEnvironment.from_environ(os.environ)
     _check_payload(payload, place.world_size)
     cpu_cuda = wants_cpu_cuda(cpu, guess_preimports(program))
-    run = describe_run(program, place.world_size, cpu_cuda=cpu_cuda, run_id=run_id_of(os.environ))
+    run = timing.describe(
+        describe_run(program, place.world_size, cpu_cuda=cpu_cuda, run_id=run_id_of(os.environ))
+    )
     with cpu_cuda_context(cpu_cuda):
         return _run_recorded(program, out.absolute(), payload, steps, run, overwrite=overwrite)
 
@@ -178,12 +236,40 @@ def _run_recorded(
     run: RunRecord,
     *,
     overwrite: bool = False,
+    plan: CorePlan | None = None,
 ) -> int:
     from ranklens_core.session import record
 
-    with record(directory, payload=payload, steps=steps, run=run, overwrite=overwrite):
+    with record(directory, payload=payload, steps=steps, run=run, overwrite=overwrite, cores=plan):
         program.run()
     return 0
+
+
+def _timing(
+    clock: str, network: str | None, own_cores: tuple[int, ...], nproc: int | None, *, pin: bool
+) -> Timing:
+    """The options that go with each other, checked; the network read."""
+    if clock == "wall":
+        for option, value in (("--network", network), ("--own-core", own_cores)):
+            if value:
+                raise UsageError(
+                    f"{option} belongs to --clock virtual: with the wall clock times are measured."
+                )
+        return WALL_TIME
+    if network is None:
+        raise UsageError(
+            "--clock virtual needs the network whose transfers it estimates: --network NAME or FILE "
+            "(loopback for gloo on one host; see docs/network.md)."
+        )
+    if own_cores and nproc is None:
+        raise UsageError("--own-core is for local ranks (--nproc): elsewhere the launcher places the ranks.")
+    if own_cores and pin:
+        raise UsageError("--pin gives every rank a core, --own-core some of them: choose one.")
+    from ranklens_core.timing.network import load_network
+    from ranklens_core.timing.network_content import network_content
+
+    description = load_network(network)
+    return Timing("virtual", description.name, network_content(description), own_cores)
 
 
 def _check_payload(payload: str, world_size: int) -> None:

@@ -8,6 +8,7 @@ the recorded times: who ended before another came did not wait for it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -82,6 +83,24 @@ def bind(joined: Joined) -> Binding:
         together=_all_of(waited & whole & ended, joined.offsets),
         waits_for_some=waits_for_some,
     )
+
+
+def bound_at(joined: Joined, binding: Binding) -> Binding:
+    """The ``binding`` of the same calls at other times, those of ``joined``: who waits for whom stays, when
+    they had come is new."""
+    rows, exchange = joined.members, joined.exchange[joined.members]
+    root = binding.root[exchange]
+    start = joined.start_ns[rows]
+    root_start = np.where((root >= 0) & (root != rows), joined.start_ns[root], NO_TIME)
+    other_start = _latest_other(np.where(root == rows, NO_TIME, start), joined.offsets)
+    ready = np.maximum(start, np.where(binding.waits_for_root[rows], root_start, NO_TIME))
+    ready = np.maximum(ready, np.where(binding.waits_for_others[rows], other_start, NO_TIME))
+    ready_ns = _over_rows(joined, ready, NO_TIME)
+    for row, others in binding.waits_for_some.items():
+        ready_ns[row] = max(ready_ns[row], *(joined.start_ns[other] for other in others), NO_TIME)
+    ended = joined.end_ns[rows] != NO_TIME
+    together = binding.together & _all_of(ended, joined.offsets)
+    return dataclasses.replace(binding, ready_ns=ready_ns, together=together)
 
 
 def recorded_transfers(joined: Joined, binding: Binding) -> Int64:

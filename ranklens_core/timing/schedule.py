@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -50,14 +51,17 @@ class Schedule:
         return dataclasses.replace(self, own_ns=np.rint(self.own_ns * factor).astype(np.int64))
 
 
-def schedules(joined: Joined, compute: Compute) -> list[Schedule]:
-    """The schedule of every rank of ``joined``.
+def schedules(
+    joined: Joined, compute: Compute, compute_of: Mapping[int, Compute] | None = None
+) -> list[Schedule]:
+    """The schedule of every rank of ``joined``; ``compute_of`` are ranks with another measure (of a core of
+    their own: ``WALL``).
 
     With ``ELAPSED`` ranks begin where their recordings did, relative to the first of them; else all
     begin together, at 0.
     """
     made = [
-        _schedule(joined, log, int(first), compute)
+        _schedule(joined, log, int(first), (compute_of or {}).get(log.rank, compute))
         for log, first in zip(joined.logs, joined.row_of_rank, strict=False)
     ]
     if compute is not Compute.ELAPSED:

@@ -10,7 +10,7 @@ import numpy as np
 from ranklens_core.errors import UsageError
 from ranklens_core.schema import Step
 from ranklens_core.timing.align import join_trace
-from ranklens_core.timing.binding import bind, recorded_transfers
+from ranklens_core.timing.binding import Binding, bind, recorded_transfers
 from ranklens_core.timing.estimate import Estimate, Estimator
 from ranklens_core.timing.join import Joined
 from ranklens_core.timing.ranklog import Int64
@@ -39,7 +39,7 @@ class RankTimeline:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The whole job: its ranks in order, and the simulation they came from.
+    """The whole job: its ranks in order, and the simulation they came from, with who waited for whom in it.
 
     ``transfers`` says what the transfer times are worth: the estimates by source and how many calls
     have it; ``{"recorded": n}`` where they are the recorded ones.
@@ -47,16 +47,23 @@ class Timeline:
 
     ranks: tuple[RankTimeline, ...]
     simulation: Simulation
+    binding: Binding
     transfers: Mapping[str, int]
 
 
-def virtual_timeline(trace: Trace, estimator: Estimator, *, compute: Compute = Compute.CPU) -> Timeline:
+def virtual_timeline(
+    trace: Trace,
+    estimator: Estimator,
+    *,
+    compute: Compute = Compute.CPU,
+    compute_of: Mapping[int, Compute] | None = None,
+) -> Timeline:
     """The job as if each rank had its own device and the network were ``estimator``'s.
 
-    Own compute is the ranks' own CPU time, transfers are estimated. Errors as reading the trace,
-    estimating and simulating raise them.
+    Own compute is the ranks' own CPU time (``compute_of``: another measure for some ranks), transfers are
+    estimated. Errors as reading the trace, estimating and simulating raise them.
     """
-    return what_if(trace, estimator=estimator, compute=compute)
+    return what_if(trace, estimator=estimator, compute=compute, compute_of=compute_of)
 
 
 def what_if(
@@ -64,6 +71,7 @@ def what_if(
     *,
     estimator: Estimator | None = None,
     compute: Compute = Compute.ELAPSED,
+    compute_of: Mapping[int, Compute] | None = None,
     compute_scale: Mapping[int, float] | None = None,
 ) -> Timeline:
     """The recorded job with another network or other compute.
@@ -76,7 +84,7 @@ def what_if(
     binding = bind(joined)
     scales = dict(compute_scale or {})
     plans = []
-    for schedule in schedules(joined, compute):
+    for schedule in schedules(joined, compute, compute_of):
         scale = scales.pop(schedule.rank, 1.0)
         if not (scale > 0 and np.isfinite(scale)):
             raise UsageError(f"compute scale of rank {schedule.rank} must be a positive number, not {scale}")
@@ -92,6 +100,7 @@ def what_if(
     return Timeline(
         ranks=tuple(_rank_timeline(simulation, place, trace) for place in range(len(joined.logs))),
         simulation=simulation,
+        binding=binding,
         transfers=sources,
     )
 
