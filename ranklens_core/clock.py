@@ -89,7 +89,7 @@ class _RunDelay(threading.local):
 
 
 class ManualClock:
-    """A clock that moves only when told to; CPU time moves with it.
+    """A clock that moves only when told to; CPU time moves with it, but for ``cpu_off_ns``.
 
     >>> clock = ManualClock()
     >>> clock.advance(5)
@@ -100,13 +100,14 @@ class ManualClock:
     def __init__(self, now_ns: int = 0) -> None:
         self._now_ns = now_ns
         self.delay_ns = 0
+        self.cpu_off_ns = 0
         self._moved = threading.Condition()
 
     def now_ns(self) -> int:
         return self._now_ns
 
     def thread_cpu_ns(self) -> int:
-        return self._now_ns
+        return self._now_ns - self.cpu_off_ns
 
     def thread_delay_ns(self) -> int:
         return self.delay_ns

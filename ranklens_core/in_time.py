@@ -31,6 +31,9 @@ from ranklens_core.timing.exposed import ExposedMeter
 Transfer = Callable[[Call, Interned], int]
 """Estimated transfer time of a call in ns."""
 
+MAX_AHEAD_NS = 300_000
+"""How far a call that does not block lets the program run ahead; what is more is slept at once."""
+
 _TIMED = (Basis.RECORDED, Basis.PEERS_ASSUMED_BINDING)
 
 
@@ -115,11 +118,12 @@ class InTime:
         due = self._due(call, interned, entry, arrival_ns)
         subject = Subject(call.operator.name, interned, record)
         if due is not None and not call.is_async:
-            self._block(subject, due, fill, arrival_ns, self._own.after_ns(record))
-            self._own.leave(due.due_ns)
+            after_ns = self._own.after_ns(record)
+            self._block(subject, due, fill, arrival_ns, after_ns)
+            self._own.leave(due.due_ns + after_ns)
             return None if call.operator.returns is Returns.NOTHING else FINISHED
         work = self._asynchronous(call, subject, fill, entry, arrival_ns, due)
-        if arrival_ns > self._now_ns():
+        if arrival_ns - self._now_ns() > MAX_AHEAD_NS:
             self._engine.sleep_until(arrival_ns)
         self._own.leave(arrival_ns)
         return work

@@ -42,27 +42,40 @@ class OwnWork(Protocol):
         ...
 
 
-class _Ready(threading.local):
-    """How long the calling thread had waited for a core when its previous call ended."""
+class _Lead(threading.local):
+    """Where the thread is against where it would be, ns: ``ahead_ns`` (below 0: behind); its CPU time when
+    its current call was entered; when its previous call ended, and its CPU time then."""
 
-    delay_ns: int | None = None
+    ahead_ns = 0
+    entered_cpu_ns = 0
+    left_ns: int | None = None
+    left_cpu_ns = 0
 
 
 class Recorded:
-    """The recorder's work is part of the recorded pace, and so of the replayed one."""
+    """The recorder's work is part of the recorded pace, and so of the replayed one.
+
+    What a call that does not hold the program lacks of it (or has too much) is made up for in the next that
+    does: that one counts as made later (or earlier) by as much. A sleep for each would take longer than what
+    it is for.
+    """
 
     def __init__(self, clock: Clock) -> None:
-        self.enter = clock.now_ns
         self._now_ns = clock.now_ns
-        self._delay_ns = clock.thread_delay_ns
-        self._ready = _Ready()
+        self._cpu_ns = clock.thread_cpu_ns
+        self._thread = _Lead()
+
+    def enter(self) -> int:
+        """See ``OwnWork``."""
+        self._thread.entered_cpu_ns = self._cpu_ns()
+        return self._now_ns()
 
     def begin_ns(self, entered_ns: int, record: CallRecord | None) -> int:
         """After what the recorder did before the call (addressing inputs)."""
-        before_ns = self._missing_delay_ns(record)
+        before_ns = self._thread.ahead_ns + self._missing_delay_ns(entered_ns, record)
         if record is not None and record.completion is not None:
             before_ns += record.row.start_ns - record.row.enqueue_ns
-        return max(self._now_ns(), entered_ns + before_ns)
+        return entered_ns + before_ns
 
     def after_ns(self, record: CallRecord | None) -> int:
         """What the recorder did after a call that blocked (keeping results)."""
@@ -71,25 +84,32 @@ class Recorded:
 
     def wait_begin_ns(self, entered_ns: int) -> int:
         """See ``OwnWork``."""
-        return entered_ns
+        return entered_ns + self._thread.ahead_ns
 
     def leave(self, due_ns: int) -> None:
         """See ``OwnWork``."""
-        self._ready.delay_ns = self._delay_ns()
+        self.leave_wait(due_ns)
+        thread = self._thread
+        thread.left_ns, thread.left_cpu_ns = self._now_ns(), self._cpu_ns()
 
     def leave_wait(self, due_ns: int) -> None:
-        """What was recorded is since the last call."""
+        """See ``OwnWork``. A busy machine makes late too: only CPU time that RankLens used is made up for."""
+        thread = self._thread
+        used_ns = self._cpu_ns() - thread.entered_cpu_ns
+        thread.ahead_ns = max(due_ns - self._now_ns(), min(thread.ahead_ns, 0) - used_ns)
 
-    def _missing_delay_ns(self, record: CallRecord | None) -> int:
-        """By how much less than when it was recorded the thread waited for a core since its last call, ns.
+    def _missing_delay_ns(self, entered_ns: int, record: CallRecord | None) -> int:
+        """By how much longer the recorded thread waited for a core since its last call than this one waited
+        for anything, ns.
 
         There, threads that are not here had the core at times: the communication library's, that reduce
-        and copy, and the recorder's.
+        and copy, and the recorder's. Here it is the GIL at times, while another thread restores a result.
         """
-        since_ns = self._ready.delay_ns
-        if record is None or since_ns is None:
+        thread = self._thread
+        if record is None or thread.left_ns is None:
             return 0
-        return max(0, record.row.delayed_ns - (self._delay_ns() - since_ns))
+        off_ns = entered_ns - thread.left_ns - (thread.entered_cpu_ns - thread.left_cpu_ns)
+        return max(0, record.row.delayed_ns - off_ns)
 
 
 class _Behind(threading.local):

@@ -203,16 +203,18 @@ def test_closing_leaves_no_call_unanswered(stages: list[Stage]) -> None:
 
 
 def test_time_that_other_threads_took_from_the_recorded_one_is_kept(stages: list[Stage]) -> None:
-    """Between two calls the recorded thread waited 500 ns for a core, this one 100: 400 are missing."""
+    """Between two calls the recorded thread waited 500 ns for a core, this one 100 for something: 400 are
+    missing."""
     stage = Stage({0: FIRST, 1: FIRST})
     stages.append(stage)
     tensor = torch.zeros(1)
     dist.all_reduce(tensor)
     assert stage.clock.now_ns() == 1010
-    stage.clock.delay_ns += 100
+    stage.clock.advance(100)
+    stage.clock.cpu_off_ns += 100
     stage.answers.delayed_ns = 500
     dist.all_reduce(tensor)
-    assert stage.clock.now_ns() == 1010 + 400 + 10
+    assert stage.clock.now_ns() == 1010 + 500 + 10
 
 
 def test_a_stop_in_the_debugger_shifts_what_is_due(stages: list[Stage]) -> None:
