@@ -109,7 +109,7 @@ class Recorded:
         if record is None or thread.left_ns is None:
             return 0
         off_ns = entered_ns - thread.left_ns - (thread.entered_cpu_ns - thread.left_cpu_ns)
-        return max(0, record.row.delayed_ns - off_ns)
+        return max(0, record.row.delayed_ns - max(0, off_ns))
 
 
 class _Behind(threading.local):
