@@ -1,7 +1,8 @@
 """RankLens' own work while it replays in time, and what the program is to notice of it.
 
 Recorded wall times have the recorder's own work in them, on all ranks: the replay takes as long for it
-(``Recorded``). A virtual timeline has none of it: what the replay's own work takes is made up for (``Excluded``).
+(``Recorded``). A virtual timeline has none of it: what the replay's own work takes is made up for
+(``Excluded``).
 """
 
 from __future__ import annotations

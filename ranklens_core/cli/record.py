@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -184,7 +185,7 @@ def record_local(
         return _run_recorded(program, directory, payload, steps, run, plan=plan)
 
     plan = plan_cores(timing.own_cores, nproc) if timing.own_cores else None
-    with cpu_cuda_context(cpu_cuda):
+    with cpu_cuda_context(cpu_cuda), plan.kept_awake() if plan else nullcontext():
         result = run_local(
             nproc,
             rank_main,
