@@ -19,6 +19,7 @@ from ranklens_core.schema import (
     NO_PEER,
     CallRow,
     CompletionRow,
+    GroupRecord,
     Phase,
     Purpose,
     RunRecord,
@@ -43,6 +44,9 @@ def write_rank(directory: Path, run: RunRecord, rank: int, calls: int) -> None:
         realtime_ns=0,
     )
     writer = TraceWriter(directory, run, header)
+    writer.group(
+        GroupRecord(key="0-63", pg_name="0", pg_desc="default_pg", backend="nccl", ranks=tuple(range(64)))
+    )
     for index in range(SHAPES):
         writer.signature(
             Signature(

@@ -6,8 +6,9 @@
 Two ranks, each on a core of its own. A repeat runs the plain job, records it, and replays both ranks alone,
 side by side on the same cores: replaying one while the other core idles would be faster than the job, because
 memory and cache are no longer shared. Figures are medians over the iterations after the first two, then over
-the repeats. ``error`` is replayed against recorded; ``noise`` is the plain job against itself, the largest
-difference of a repeat to the median of all.
+the repeats. ``error`` is replayed against recorded, of the whole iteration and of its parts: communication is
+what held the program (waiting and transfer), compute the rest. ``noise`` is the plain job against itself, the
+largest difference of a repeat to the median of all.
 """
 
 from __future__ import annotations
@@ -116,9 +117,13 @@ def replay(program: str, env: Mapping[str, str], trace: Path) -> dict[int, dict[
             sys.exit(f"replay of rank {rank} failed:\n{errors[-3000:]}")
         steps = json.loads(verdict.read_text())["steps"]
         found[rank] = {
-            "now": [step["wall_ns"] for step in steps],
-            "recorded": [step["recorded_ns"] for step in steps],
+            "step": [step["wall_ns"] for step in steps],
+            "recorded step": [step["recorded_ns"] for step in steps],
         }
+        for prefix, key in (("", "parts"), ("recorded ", "recorded_parts")):
+            parts = [step[key] for step in steps]
+            found[rank][f"{prefix}communication"] = [one["wait_ns"] + one["transfer_ns"] for one in parts]
+            found[rank][f"{prefix}compute"] = [one["compute_ns"] for one in parts]
     return found
 
 
@@ -134,31 +139,38 @@ def steady_ms(times_ns: Sequence[int]) -> float:
     return median(times_ns[WARM_UP:]) / 1e6
 
 
-def measure(row: Row, repeats: int, steps: int) -> float:
-    """Print the row's figures; returns its error in percent (mean over the two ranks)."""
+PARTS = ("step", "communication", "compute")
+
+
+def measure(row: Row, repeats: int, steps: int) -> list[float]:
+    """Print the row's figures; returns the errors of the iteration in percent, one a rank."""
     program, env = str(CASES / row.program), environment(row, steps)
     plains: list[float] = []
-    recordeds: list[list[float]] = [[], []]
-    nows: list[list[float]] = [[], []]
+    replays: list[dict[int, dict[str, list[int]]]] = []
     for _ in range(repeats):
         with tempfile.TemporaryDirectory() as name:
             plains.append(steady_ms(plain(program, env)[0]))
             record(program, env, Path(name) / "trace")
-            for rank, times in replay(program, env, Path(name) / "trace").items():
-                recordeds[rank].append(steady_ms(times["recorded"]))
-                nows[rank].append(steady_ms(times["now"]))
-    errors = [
-        median(100 * (now - then) / then for now, then in zip(nows[rank], recordeds[rank], strict=True))
-        for rank in (0, 1)
-    ]
+            replays.append(replay(program, env, Path(name) / "trace"))
     middle = median(plains)
     noise = max(100 * abs(one - middle) / middle for one in plains)
-    print(
-        f"{row.name:<16}{middle:>9.1f}{median(recordeds[0]):>11.1f}{median(nows[0]):>11.1f}"
-        f"{errors[0]:>+9.1f}%{errors[1]:>+8.1f}%{noise:>9.1f}%",
-        flush=True,
-    )
-    return sum(map(abs, errors)) / len(errors)
+    line = f"{row.name:<15}{middle:>8.1f}{shown(replays, 0, 'recorded step'):>10.1f}"
+    line += f"{shown(replays, 0, 'step'):>10.1f}"
+    errors = {part: [error_pct(replays, rank, part) for rank in (0, 1)] for part in PARTS}
+    for part in PARTS:
+        line += "  " + "".join(f"{error:>+7.1f}%" for error in errors[part])
+    print(f"{line}{noise:>8.1f}%", flush=True)
+    return errors["step"]
+
+
+def shown(replays: Sequence[Mapping[int, Mapping[str, Sequence[int]]]], rank: int, what: str) -> float:
+    return median(steady_ms(one[rank][what]) for one in replays)
+
+
+def error_pct(replays: Sequence[Mapping[int, Mapping[str, Sequence[int]]]], rank: int, part: str) -> float:
+    """Replayed against recorded, the median over the repeats of the difference of their medians."""
+    pairs = [(steady_ms(one[rank][part]), steady_ms(one[rank][f"recorded {part}"])) for one in replays]
+    return median(100 * (now - then) / then for now, then in pairs)
 
 
 def main() -> None:
@@ -170,12 +182,16 @@ def main() -> None:
     if not CASES.is_dir():
         print("the user programs (shared/cases beside the repository) are not on this machine")
         return
-    print(f"load average before the start {os.getloadavg()[0]:.2f}; iterations in ms, rank 0")
-    header = f"{'job':<16}{'plain':>9}{'recorded':>11}{'replayed':>11}"
-    print(f"{header}{'error r0':>10}{'r1':>8}{'noise':>10}", flush=True)
+    print(f"load average before the start {os.getloadavg()[0]:.2f}; iterations in ms, rank 0;")
+    print("errors of ranks 0 and 1: the iteration, its communication, its compute")
+    header = f"{'job':<15}{'plain':>8}{'recorded':>10}{'replayed':>10}"
+    print(f"{header}{'iteration':>18}{'communication':>18}{'compute':>18}{'noise':>9}", flush=True)
     errors = [measure(row, args.repeats, args.steps) for row in ROWS if args.only in row.name]
+    flat = [abs(error) for pair in errors for error in pair]
+    rows = [sum(map(abs, pair)) / len(pair) for pair in errors]
     print(
-        f"mean absolute error {sum(errors) / len(errors):.1f}%, worst row {max(errors):.1f}% (aims: 2%, 5%)"
+        f"mean absolute error {sum(flat) / len(flat):.1f}% (aim 2%), worst row {max(rows):.1f}% (aim 5%), "
+        f"worst rank {max(flat):.1f}%"
     )
 
 

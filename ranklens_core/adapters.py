@@ -38,6 +38,10 @@ class Adapter(Protocol):
         """What the framework uses each of its groups for, as far as they exist now."""
         ...
 
+    def believe_peers(self) -> None:
+        """No peer is real: checks that all ranks have the same communicate as before, and pass."""
+        ...
+
     def remove(self) -> None:
         """Leave the framework as it was. Idempotent."""
         ...
@@ -47,11 +51,13 @@ class Adapters:
     """The adapters of the frameworks this program imports.
 
     ``strict``: an adapter that cannot be put in is an error (replay). Otherwise (recording) it is
-    logged, and the program goes on with steps from its optimizer and groups without roles.
+    logged, and the program goes on with steps from its optimizer and groups without roles. ``emulated``:
+    results are made up, see ``Adapter.believe_peers``.
     """
 
-    def __init__(self, steps: Steps, *, strict: bool) -> None:
+    def __init__(self, steps: Steps, *, strict: bool, emulated: bool = False) -> None:
         self._steps = steps
+        self._emulated = emulated
         self._strict = strict
         self.active: list[Adapter] = []
         self._hook = ImportHook({name: self._put_in(module) for name, module in ADAPTERS.items()})
@@ -59,7 +65,10 @@ class Adapters:
     def _put_in(self, module: str) -> Callable[[], None]:
         def put_in() -> None:
             try:
-                self.active.append(importlib.import_module(module).Adapter(self._steps))
+                adapter: Adapter = importlib.import_module(module).Adapter(self._steps)
+                self.active.append(adapter)
+                if self._emulated:
+                    adapter.believe_peers()
             except Exception as error:
                 if self._strict:
                     raise

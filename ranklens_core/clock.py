@@ -26,7 +26,7 @@ class Clock(Protocol):
 
     def thread_delay_ns(self) -> int:
         """Nanoseconds for which the calling thread was ready to run but others had its core; 0 where the
-        system does not tell."""
+        process has more than one core, or the system does not tell."""
         ...
 
     def realtime_ns(self) -> int:
@@ -79,6 +79,8 @@ class _RunDelay(threading.local):
 
     @staticmethod
     def _open() -> io.FileIO | None:
+        if not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) > 1:
+            return None  # other threads have other cores: not worth 1 us a read
         try:
             file = io.FileIO(f"/proc/self/task/{threading.get_native_id()}/schedstat")
         except OSError:

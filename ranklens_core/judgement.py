@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -14,7 +14,7 @@ from ranklens_core.matching import Matcher
 from ranklens_core.replayer import Replayer
 from ranklens_core.schema import GroupRecord, Printed, RankRecord, Step
 from ranklens_core.step_times import StepTimes, untimed_steps
-from ranklens_core.task import Result, Task
+from ranklens_core.task import OnMismatch, Result, Task
 from ranklens_core.verdict import (
     VERDICT_VERSION,
     CallCounts,
@@ -37,7 +37,11 @@ SHOWN_VERSIONS = {"deepspeed": "deepspeed", "megatron-core": "megatron", "torch"
 
 
 def judge(
-    replayer: Replayer, matcher: Matcher | None, steps: int, error: BaseException | None
+    replayer: Replayer,
+    matcher: Matcher | None,
+    steps: int,
+    error: BaseException | None,
+    on_mismatch: OnMismatch = OnMismatch.STOP,
 ) -> tuple[Status, str]:
     """Status and message. ``error`` is what ended the program, None for its own end."""
     fatal = replayer.fatal or (error if isinstance(error, RankLensError) else None)
@@ -47,9 +51,12 @@ def judge(
         by_exit = {5: Status.TRACE_ENDED, 6: Status.UNSUPPORTED, 2: Status.USAGE}
         return by_exit[fatal.exit_status], str(fatal)
     if error is not None and not _is_success(error):
-        return Status.PROGRAM_FAILED, f"{type(error).__name__}: {error}"
+        return Status.PROGRAM_FAILED, f"{type(error).__name__}: {error}{_made_up(replayer)}"
     if matcher is None:
         return Status.OK, ""
+    if on_mismatch is OnMismatch.ESTIMATE:
+        changed = matcher.first_mismatch is not None or matcher.missing()
+        return Status.OK, "not all calls are as recorded: see what was estimated" if changed else ""
     if matcher.first_mismatch is not None:
         return Status.STRUCTURE_MISMATCH, ""
     if matcher.window_ended:
@@ -64,6 +71,16 @@ def judge(
     return Status.OK, ""
 
 
+def _made_up(replayer: Replayer) -> str:
+    """What may be why a program failed whose results were made up."""
+    if not replayer.guessed:
+        return ""
+    return (
+        f" (The integers of {replayer.guessed} were made up: no peer was there to send them. If the "
+        "program failed over them, record a small job and replay that.)"
+    )
+
+
 def make_verdict(
     *,
     task: Task,
@@ -76,10 +93,13 @@ def make_verdict(
     recorded_steps: Sequence[Step] = (),
     times: StepTimes | None = None,
     memory: MemoryResult | None = None,
+    estimates: Mapping[str, int] | None = None,
+    on_mismatch: OnMismatch = OnMismatch.STOP,
 ) -> Verdict:
     """The verdict of a run; ``matcher`` and ``record`` are None for an emulation, ``times`` where no time
-    was kept, ``memory`` where it was not watched. ``recorded_steps`` are in the clock that is kept."""
-    status, message = judge(replayer, matcher, len(lone.steps.done), lone.refused or error)
+    was kept, ``memory`` where it was not watched. ``recorded_steps`` are in the clock that is kept.
+    ``estimates`` counts calls by the source of their estimated time."""
+    status, message = judge(replayer, matcher, len(lone.steps.done), lone.refused or error, on_mismatch)
     if times is None:
         steps, timing = untimed_steps(lone.steps.done, recorded_steps), TimingResult()
     else:
@@ -89,6 +109,7 @@ def make_verdict(
         version=VERDICT_VERSION,
         task=task.name,
         rank=lone.rank,
+        emulated=matcher is None,
         world_size=lone.world_size,
         status=status,
         message=message,
@@ -109,6 +130,7 @@ def make_verdict(
         provenance=Provenance(
             result={source: replayer.provenance[source] for source in Result},
             time={source: replayer.delivery.times[source] for source in TimeSource},
+            estimates=dict(estimates or {}),
         ),
         steps=steps,
         timing=timing,
@@ -121,7 +143,7 @@ def make_verdict(
         bypassed=(),
         roles=tuple(
             f"{group.role} {group.ranks.index(lone.rank)}/{len(group.ranks)}"
-            for group in _shown_groups(record.groups if record else lone.made)
+            for group in _shown_groups(record.groups if record else list(lone.made.values()))
         ),
         versions=tuple(
             item

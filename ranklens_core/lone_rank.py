@@ -34,7 +34,8 @@ class LoneRank:
     """Installs everything but the replayer; ``start`` does that, ``undo`` takes all of it back.
 
     ``local_world_size`` is how many ranks the job has on this rank's host; ``backend`` is the real
-    job's, ``""`` if unknown. ``on_step_begin`` is told that the first step begins, ``on_step_end`` that one
+    job's, ``""`` if unknown. ``emulated`` says that nothing was recorded.
+    ``on_step_begin`` is told that the first step begins, ``on_step_end`` that one
     is over. ``refused`` is the error of what the program did that nobody can stand in for (wait for a peer's
     word in a Store, replace itself), also where it caught that error. Raises ``UsageError`` if the
     environment or torch.distributed is taken.
@@ -49,12 +50,13 @@ class LoneRank:
         local_world_size: int,
         backend: str,
         clock: Clock,
+        emulated: bool = False,
         on_step_end: Callable[[Step], None],
         on_step_begin: Callable[[], None] = lambda: None,
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self.patches = Patches()
-        self.made: list[GroupRecord] = []
+        self.made: dict[str, GroupRecord] = {}
         self.printed: list[Printed] = []
         self.frameworks: frozenset[str] = frozenset()
         self.refused: UnsupportedError | None = None
@@ -70,10 +72,10 @@ class LoneRank:
             self.patches.on_undo(OneRankWorld(rank, world_size, patience).remove)
             before_exec(self.patches, self._refuse_exec)
             let_fake_groups_coalesce(self.patches, backend)
-            self.groups = Groups(self.made.append)
+            self.groups = Groups(self._keep_group)
             self.patches.on_undo(self.groups.close)
             self.steps = Steps(clock, on_step_begin, on_step_end)
-            self.adapters = Adapters(self.steps, strict=False)
+            self.adapters = Adapters(self.steps, strict=False, emulated=emulated)
             self.patches.on_undo(self.adapters.remove)
             self.signatures = Signatures(self.groups, None, lambda _: None)
         except BaseException:
@@ -119,9 +121,11 @@ class LoneRank:
 
     def _name_roles(self, roles: dict[ProcessGroup, str]) -> None:
         by_key = {self.groups.key_of(pg): role for pg, role in roles.items()}
-        self.made[:] = [
-            msgspec.structs.replace(group, role=by_key.get(group.key, group.role)) for group in self.made
-        ]
+        for key, group in self.made.items():
+            self.made[key] = msgspec.structs.replace(group, role=by_key.get(key, group.role))
+
+    def _keep_group(self, group: GroupRecord) -> None:
+        self.made[group.key] = group
 
     def _set_place(self, local_rank: int, local_world_size: int) -> None:
         """RANK and its kin as a launcher would set them, but on this machine's devices."""

@@ -42,6 +42,8 @@ class _Sequence:
 class Matcher:
     """The recorded calls of one rank.
 
+    ``realigns``: the program may make more or fewer calls in a step than were recorded; what is no record
+    of the step is passed over, and the next call is looked for again.
     ``stops`` says whether a mismatch is an error; ``keeps_window`` whether the program ends with the
     recorded window. ``total`` and ``training_total`` count recorded calls, ``matched`` and
     ``training_matched`` those the program has made; ``comparable`` recorded training calls have inputs to
@@ -57,12 +59,14 @@ class Matcher:
         *,
         stops: bool,
         keeps_window: bool,
+        realigns: bool = False,
     ) -> None:
         record = trace.record
         self._rank = record
         self._groups = groups
         self._sites = sites
         self._stops = stops
+        self._realigns = realigns
         self._window_end = record.value_steps[1] if record.value_steps and keeps_window else None
         self._structures: dict[tuple[object, ...], int] = {}
         self._live_structures: dict[int, int] = {}
@@ -85,6 +89,8 @@ class Matcher:
         sequence = self._lanes.get(interned.lane)
         if sequence is None:
             sequence = self._lanes[interned.lane] = _Sequence()
+        if self._realigns:
+            self._realign(interned, sequence, step)
         at = sequence.at
         recorded: CallRecord | None = None
         if at < len(sequence.records):
@@ -92,11 +98,7 @@ class Matcher:
             if self._is_past_window(recorded):
                 self.window_ended = True
                 raise WindowEnded(0)
-            structure = self._live_structures.get(interned.id)
-            if structure is None:
-                structure = self._intern(structure_of(interned.signature))
-                self._live_structures[interned.id] = structure
-            if structure == sequence.structures[at]:
+            if self._structure(interned) == sequence.structures[at]:
                 sequence.at = at + 1
                 self.matched += 1
                 self.training_matched += self.is_training(recorded)
@@ -104,9 +106,32 @@ class Matcher:
         elif not self._rank.complete:
             raise self._ended(interned)
         self._mismatch(interned, sequence, recorded, step)
-        # keep the sequence aligned: this call took the record's place
-        sequence.at = min(at + 1, len(sequence.records))
+        if not self._realigns:
+            # keep the sequence aligned: this call took the record's place
+            sequence.at = min(at + 1, len(sequence.records))
         return Match(None, at)
+
+    def _structure(self, interned: Interned) -> int:
+        structure = self._live_structures.get(interned.id)
+        if structure is None:
+            structure = self._live_structures[interned.id] = self._intern(structure_of(interned.signature))
+        return structure
+
+    def _realign(self, interned: Interned, sequence: _Sequence, step: int) -> None:
+        """Go to the call's record in this step; stay where the step has no such record left.
+
+        Records of earlier steps that the program never called for are over.
+        """
+        records, at = sequence.records, sequence.at
+        while at < len(records) and records[at].row.step < step:
+            at += 1
+        sequence.at = at
+        structure = self._structure(interned)
+        while at < len(records) and records[at].row.step <= step:
+            if sequence.structures[at] == structure:
+                sequence.at = at
+                return
+            at += 1
 
     def is_training(self, record: CallRecord) -> bool:
         """Whether a call is scored: it was flagged and its step came to its end (what follows the last

@@ -23,6 +23,7 @@ from types import CodeType, ModuleType, TracebackType
 import xxhash
 
 from ranklens_core.errors import UsageError
+from ranklens_core.program_end import ProgramEnd
 
 _PYTHON_NAME = re.compile(r"python(\d+(?:\.\d+)?)?(?:\.exe)?")
 _LAUNCHERS = ("torchrun", "deepspeed", "accelerate", "srun", "mpirun", "mpiexec")
@@ -109,7 +110,7 @@ class Program:
             raise UsageError(f"cannot read the program {self.describe()}: {error}") from error
 
     def run(self) -> None:
-        """Execute the program as ``__main__`` in this process; returns when it ends.
+        """Execute the program as ``__main__`` in this process; returns when it and its threads end.
 
         Its exceptions, ``SystemExit`` among them, pass through; ``print_program_error`` shows them as
         python would. Afterwards ``sys.argv``, ``sys.path`` and the previous ``__main__`` are back. Modules
@@ -118,7 +119,13 @@ class Program:
         main = ModuleType("__main__")
         with self.import_path(), _as_main(main, [self.target if not self.is_module else "-m", *self.args]):
             code = self._load_module(main) if self.is_module else self._load_script(main)
-            exec(code, main.__dict__)
+            with ProgramEnd() as end:
+                try:
+                    exec(code, main.__dict__)
+                except SystemExit:
+                    end.finish()
+                    raise
+                end.finish()
 
     @contextlib.contextmanager
     def import_path(self) -> Iterator[None]:
@@ -185,9 +192,11 @@ def exit_status(error: SystemExit) -> int:
 
 
 def flush_output() -> None:
-    """Flush stdout and stderr, whatever the program has made of them: python passes over closed ones too."""
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None and not stream.closed:
+    """Flush stdout and stderr, whatever the program has made of them: python passes over closed and deleted
+    ones too."""
+    for stream in (getattr(sys, "stdout", None), getattr(sys, "stderr", None)):
+        # a program's own stream may have no more than write and flush
+        if stream is not None and not getattr(stream, "closed", False):
             stream.flush()
 
 

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections import ChainMap
 
 from ranklens_core import environment
 from ranklens_core.clock import Clock, MonotonicClock, PausableClock
-from ranklens_core.completion.cpu import CpuEngine, tighten_timers
-from ranklens_core.debugger import pause_at_prompts
 from ranklens_core.delivery import AtOnce, Delivery
-from ranklens_core.errors import ValuesMissingError
-from ranklens_core.in_time import InTime
+from ranklens_core.errors import UsageError, ValuesMissingError
 from ranklens_core.judgement import make_verdict
 from ranklens_core.lone_rank import LoneRank
 from ranklens_core.matching import Matcher
 from ranklens_core.memory import MemoryWatch
+from ranklens_core.network_time import NetworkTime, check_world
 from ranklens_core.replayer import Replayer
 from ranklens_core.schema import RankRecord, Step
 from ranklens_core.step_times import StepTimes
 from ranklens_core.task import OnMismatch, Result, Task
+from ranklens_core.timekeeper import Timekeeper
 from ranklens_core.timing.arrival import ArrivalTimer
+from ranklens_core.timing.estimate import Estimator
 from ranklens_core.timing.exposed import recorded_exposed
+from ranklens_core.timing.network import NetworkDescription, load_network
 from ranklens_core.timing.survivor import replay_timing
 from ranklens_core.trace import Trace
 from ranklens_core.verdict import Verdict
@@ -39,13 +41,18 @@ class ReplaySession:
         task: Task,
         *,
         on_mismatch: OnMismatch | None = None,
+        network: NetworkDescription | None = None,
         clock: Clock | None = None,
     ) -> None:
+        """``network`` estimates the time of calls that were not recorded; UsageError where the task needs one
+        and none is known."""
         self.trace, self.task = trace, task
         self._rank_trace = trace.rank(rank)
         self.record: RankRecord = self._rank_trace.record
         self.verdict: Verdict | None = None
         self._times: StepTimes | None = None
+        self._network_time: NetworkTime | None = None
+        self._on_mismatch = on_mismatch or task.on_mismatch
         self._memory = MemoryWatch() if task.watches_memory else None
         if task.result is Result.RECORDED and not task.falls_back and not self.record.has_values:
             raise ValuesMissingError(
@@ -56,6 +63,7 @@ class ReplaySession:
         groups = {group.key: group for group in self.record.groups}
         clock = PausableClock(clock or MonotonicClock())
         # before the program runs: planning a large trace takes seconds
+        estimator = self._estimator(network) if task.keeps_time else None
         self._timing = replay_timing(trace, rank) if task.keeps_time else None
         if task.keeps_time and self.record.has_values:
             self._rank_trace.warm(WARM_BYTES)
@@ -74,7 +82,8 @@ class ReplaySession:
                 self._rank_trace,
                 groups,
                 self._lone.sites,
-                stops=(on_mismatch or task.on_mismatch) is OnMismatch.STOP,
+                stops=self._on_mismatch is OnMismatch.STOP,
+                realigns=self._on_mismatch is OnMismatch.ESTIMATE,
                 keeps_window=task.result is Result.RECORDED,
             )
             self._differences = environment.restore(self.record.environment, self._lone.patches)
@@ -86,7 +95,7 @@ class ReplaySession:
                 self._lone.sites,
                 self._lone.steps,
                 groups,
-                self._delivery(clock),
+                self._delivery(clock, estimator, exact=self._on_mismatch is OnMismatch.STOP),
                 self._memory.restored if self._memory else None,
             )
             if self._memory is not None:
@@ -96,35 +105,40 @@ class ReplaySession:
             self._lone.undo()
             raise
 
-    def _delivery(self, clock: PausableClock) -> Delivery:
+    def _estimator(self, network: NetworkDescription | None) -> Estimator | None:
+        """For calls without a recorded time; None where every call must be as recorded."""
+        if network is None and self._on_mismatch is OnMismatch.STOP:
+            return None
+        if network is None and (self.record.groups and "nccl" not in self.record.groups[0].backend):
+            network = load_network("loopback")
+        if network is None:
+            raise UsageError(
+                f"--task {self.task.name} estimates the time of calls that are not as recorded: name the "
+                "network of the job with --network, say h100-ib400 (docs/network.md)."
+            )
+        estimator = Estimator(network)
+        check_world(estimator, self.trace.world_size)
+        return estimator
+
+    def _delivery(self, clock: PausableClock, estimator: Estimator | None, *, exact: bool) -> Delivery:
         timing = self._timing
         if timing is None:
             return AtOnce()
-        tighten_timers()
-        engine = CpuEngine(clock)
-        self._lone.patches.on_undo(engine.close)
-
-        def pause() -> None:
-            clock.pause()
-            engine.pause()
-
-        def resume() -> None:
-            clock.resume()
-            engine.resume()
-
-        pause_at_prompts(self._lone.patches, pause, resume)
-        delivery = InTime(
-            engine,
+        groups = ChainMap(self._lone.made, {group.key: group for group in self.record.groups})
+        if estimator is not None:
+            self._network_time = NetworkTime(estimator, self.record.rank, groups)
+        keeper = Timekeeper(
+            self._lone.patches,
             clock,
             ArrivalTimer(timing.plan),
-            None,
-            exact=True,
+            self._network_time,
+            exact=exact,
             virtual=timing.virtual,
-            groups={group.key: group for group in self.record.groups},
+            groups=groups,
+            recorded=recorded_exposed(timing.log, timing.plan, timing.steps),
         )
-        recorded = recorded_exposed(timing.log, timing.plan, timing.steps)
-        self._times = StepTimes(delivery.exposed, recorded, engine.lateness, lambda: clock.lost_ns)
-        return delivery
+        self._times = keeper.times
+        return keeper.delivery
 
     def _on_step_begin(self) -> None:
         if self._times is not None:
@@ -153,6 +167,8 @@ class ReplaySession:
             error=error,
             times=self._times,
             memory=self._memory.result(self.record.groups) if self._memory else None,
+            estimates=self._network_time.sources if self._network_time else {},
+            on_mismatch=self._on_mismatch,
         )
         self._rank_trace.close()
         return self.verdict

@@ -14,6 +14,7 @@ import torch
 from torch._C._distributed_c10d import ProcessGroup, Work
 
 from ranklens_core.c10d.call import Call, Proceed
+from ranklens_core.c10d.ops import Kind
 from ranklens_core.c10d.signature import Interned, Signatures, located
 from ranklens_core.c10d.site import Sites
 from ranklens_core.c10d.synthesise import Synthesiser
@@ -22,10 +23,10 @@ from ranklens_core.c10d.work import FINISHED, Handles, completed_work
 from ranklens_core.check.structure import describe
 from ranklens_core.check.values import ValueScore
 from ranklens_core.delivery import AtOnce, Delivery, Fill
-from ranklens_core.errors import RankLensError, TraceIncompleteError, ValuesMissingError
+from ranklens_core.errors import RankLensError, TraceIncompleteError, UnsupportedError, ValuesMissingError
 from ranklens_core.matching import Match, Matcher
 from ranklens_core.recorded_failure import RecordedFailures, was_survived
-from ranklens_core.schema import CallRecord, GroupRecord
+from ranklens_core.schema import CallRecord, GroupRecord, Phase, Purpose
 from ranklens_core.steps import Steps
 from ranklens_core.task import Result, Task
 from ranklens_core.trace import RankTrace, content_address
@@ -64,12 +65,14 @@ class Replayer:
         self._groups = groups
         self.delivery = delivery or AtOnce()
         self._on_restored = on_restored
-        self._synthesiser = Synthesiser()
+        self.synthesiser = Synthesiser()
         self._handles = Handles()
         self._failures = RecordedFailures()
         self._lock = threading.Lock()
         self.scores = ValueScore()
         self.provenance: Counter[str] = Counter()
+        self.guessed = ""
+        """Where integers were made up first that a program may take for sizes or indices."""
         self.replayed = 0
         self.fatal: RankLensError | None = None
 
@@ -131,12 +134,29 @@ class Replayer:
         """What writes the call's outputs; None where it failed when it was recorded."""
         if record is None or not self._restores or self._lacks_values(call, record):
             self.provenance[Result.SYNTHESISED] += 1
-            return lambda: self._synthesiser.fill(call)
+            self._check_knowable(call)
+            set_up = self._steps.phase is Phase.SETUP
+            return lambda: self.synthesiser.fill(call, set_up=set_up)
         assert self._trace is not None
         self.provenance[Result.RECORDED] += 1
         if was_survived(record, self._trace.record):
             return None
         return self._restoring(call, record)
+
+    def _check_knowable(self, call: Call) -> None:
+        """Raise UnsupportedError for a result that cannot be made up; remember one that is a guess."""
+        if not self.synthesiser.guesses(call):
+            return
+        site = self._sites.find()
+        place = f"{call.operator.op} at {site.program_site or site.site}"
+        is_object = site.purpose is Purpose.OBJECT
+        if is_object or call.operator.kind is Kind.RECV:
+            raise UnsupportedError(
+                f"{place} receives {'an object' if is_object else 'integers'} that another rank alone knows, "
+                "and nothing was recorded. Record the job, at a small size if need be (ranklens record "
+                "--nproc N), and replay a rank of that; or emulate the rank that sends it."
+            )
+        self.guessed = self.guessed or place
 
     def _lacks_values(self, call: Call, record: CallRecord) -> bool:
         """Whether the call ended well, but its results were not kept, and the task takes others."""

@@ -101,9 +101,9 @@ class CallRow(msgspec.Struct, frozen=True, kw_only=True):
     ``compute_cpu_ns`` are the wall and CPU time the calling thread spent since the end of its
     previous entry. ``delayed_ns`` is how long, since its previous call and outside waits, that thread was
     ready to run but other threads had its core: the communication library's, the recorder's (0 where the
-    system does not tell). ``in_addresses`` are the content addresses of the inputs that carry
-    information (empty where values are not recorded). ``batch`` numbers the coalescing batch,
-    -1 outside one.
+    process has more than one core, or the system does not tell). ``in_addresses`` are the content
+    addresses of the inputs that carry information (empty where values are not recorded). ``batch``
+    numbers the coalescing batch, -1 outside one.
     """
 
     entry: int

@@ -69,6 +69,14 @@ TASKS = {
             watches_memory=True,
         ),
         Task(
+            "tune",
+            Result.RECORDED,
+            OnMismatch.ESTIMATE,
+            "as profile for calls as recorded; changed ones get made-up results and estimated times",
+            falls_back=True,
+            keeps_time=True,
+        ),
+        Task(
             "structure",
             Result.SYNTHESISED,
             OnMismatch.REPORT,

@@ -70,10 +70,11 @@ class ValuesResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
-    """How many calls got their result, and their time, from where."""
+    """How many calls got their result, and their time, from where; the estimated times by their source."""
 
     result: dict[str, int]
     time: dict[str, int]
+    estimates: dict[str, int] = {}
 
 
 class StepParts(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,6 +187,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     task: str
     rank: int
     world_size: int
+    emulated: bool
     status: Status
     message: str
     calls: CallCounts
@@ -219,10 +221,13 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     def _findings(self) -> list[str]:
         structure, values = self.structure, self.values
-        lines = [
-            f"{'structure':<{W}}{structure.matched} of {structure.total} calls match"
-            f"          training {structure.training_matched} of {structure.training_total}"
-        ]
+        if not self.emulated:
+            lines = [
+                f"{'structure':<{W}}{structure.matched} of {structure.total} calls match"
+                f"          training {structure.training_matched} of {structure.training_total}"
+            ]
+        else:
+            lines = [f"{'structure':<{W}}{self.calls.replayed} calls, none recorded"]
         if structure.first_mismatch:
             lines.extend(f"{'':<{W}}{line}" for line in structure.first_mismatch.text.splitlines())
         if values.compared:

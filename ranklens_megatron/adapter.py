@@ -78,6 +78,9 @@ class Adapter:
                     found[pg] = f"{found[pg]}+{role}" if pg in found else role
         return found
 
+    def believe_peers(self) -> None:
+        """Megatron compares nothing between ranks unless it is asked to."""
+
     def remove(self) -> None:
         """Leave Megatron as it was. Idempotent."""
         self._patches.undo()

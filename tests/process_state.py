@@ -19,27 +19,53 @@ from typing import Any
 import psutil
 
 WATCHED = [
+    "atexit",
     "builtins",
     "os",
+    "os:_Environ",
+    "posix",
     "pdb:Pdb",
     "subprocess",
+    "threading:Thread",
     "torch",
+    "torch._C",
+    "torch._C._distributed_c10d:FakeProcessGroup",
+    "torch._C._distributed_c10d:ProcessGroup",
+    "torch._C._distributed_c10d:Work",
+    "torch._C._nn",
     "torch:Tensor",
+    "torch.amp.autocast_mode",
+    "torch.amp.autocast_mode:autocast",
     "torch.autograd",
     "torch.cuda",
+    "torch.cuda.*",
     "torch.distributed",
     "torch.distributed.distributed_c10d",
     "torch.distributed.rendezvous",
     "torch.nn:Module",
     "torch.optim:Optimizer",
+    "torch.serialization",
+    "torch.utils.checkpoint",
+    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer",
+    "megatron.core.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer",
+    "megatron.core.optimizer.optimizer:ChainedOptimizer",
+    "megatron.core.optimizer.optimizer:FP32Optimizer",
+    "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params",
+    "megatron.core.optimizer.optimizer:MegatronOptimizer",
+    "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer",
     "megatron.core.parallel_state",
+    "megatron.core.pipeline_parallel.schedules",
     "deepspeed",
     "deepspeed.comm",
+    "deepspeed.runtime.engine:DeepSpeedEngine",
+    "deepspeed.runtime.pipe.engine:PipelineEngine",
     "deepspeed.utils.groups",
 ]
-"""``module`` or ``module:Class``: no function or class in there may be another after a test.
+"""``module``, ``module.*`` (those below it) or ``module:Class``: no function or class in there may be another
+after a test.
 
-Whoever patches something adds where it lives. Modules that nobody imported are left alone.
+Whoever patches something adds where it lives; ``test_process_state.py`` finds what was forgotten. Modules
+that nobody imported are left alone.
 """
 
 PATCHED_BY_LIBRARIES = {
@@ -152,15 +178,24 @@ def _torch_settings() -> dict[str, Any]:
     return values
 
 
+def watched() -> dict[str, Any]:
+    """The modules and classes of ``WATCHED`` that are there, by name."""
+    found: dict[str, Any] = {}
+    for place in WATCHED:
+        module_name, _, class_name = place.partition(":")
+        if module_name.endswith(".*"):
+            below = [name for name in list(sys.modules) if name.startswith(module_name[:-1])]
+            found |= {name: sys.modules[name] for name in below}
+        elif module_name in sys.modules:
+            module = sys.modules[module_name]
+            found[place] = getattr(module, class_name) if class_name else module
+    return found
+
+
 def _functions() -> dict[str, Any]:
     """Functions and classes of the watched places that are imported, by ``place.name``."""
     found = {}
-    for place in WATCHED:
-        module_name, _, class_name = place.partition(":")
-        module = sys.modules.get(module_name)
-        if module is None:
-            continue
-        namespace = getattr(module, class_name) if class_name else module
+    for place, namespace in watched().items():
         for name, value in list(vars(namespace).items()):
             # By type(): asking torch's deprecated aliases for their class makes them warn.
             is_code = callable(value) or issubclass(type(value), property | staticmethod | classmethod)

@@ -80,6 +80,7 @@ def replay(run_cli: RunCli) -> RunProgram:
     [
         pytest.param(f"{CHDIR}{FORK}{SETS}train(); sys.stdout.flush(); os._exit(0)", CALLS + 7, id="os-exit"),
         pytest.param("train(); sys.stdout.close(); sys.stderr = None", CALLS, id="closed-output"),
+        pytest.param("train(); sys.argv = []; del sys.stderr; sys.exit(0)", CALLS, id="deleted-output"),
     ],
 )
 def test_a_careless_program_is_recorded_whole_and_replayed_alike(
@@ -450,3 +451,74 @@ def test_a_rank_alone_and_an_interrupted_one_do_not_stay(
         session.close(1)
         session.linger()
         assert clock.now_ns() == until_ns
+
+
+AFTER = """
+import atexit, threading, time
+from concurrent.futures import ThreadPoolExecutor
+total = torch.ones(2)
+started = threading.Event()
+def more(name):
+    started.wait()
+    for _ in range(3):
+        dist.all_reduce(total)
+    print(name, total.tolist(), flush=True)
+pool = ThreadPoolExecutor(1)  # its idle thread is no thread to wait for
+pool.submit(int).result()
+threading.Thread(target=more, args=("thread",)).start()
+atexit.register(more, "second")
+atexit.register(more, name="first")
+atexit.register(lambda: 1 / 0)
+atexit.register(train)
+atexit.unregister(train)
+started.set()
+{end}
+"""
+
+
+@pytest.mark.parametrize(("end", "status"), [("pass", 0), ("sys.exit(3)", 3)])
+def test_what_a_program_does_after_its_last_line_is_recorded_and_replayed(
+    end: str, status: int, record: RunProgram, replay: RunProgram, tmp_path: Path
+) -> None:
+    (tmp_path / "program.py").write_text(TRAIN + AFTER.format(end=end))
+    source = AFTER.format(end=end)
+    recorded = record(source)
+    assert recorded.returncode == status, recorded.stderr
+    assert [line.split()[0] for line in recorded.stdout.splitlines()] == ["thread", "first", "second"]
+    assert "Exception ignored in atexit callback" in recorded.stderr
+    assert open_trace(tmp_path / "trace").rank(0).calls.num_rows == 9
+    replayed = replay()
+    assert (replayed.returncode, replayed.stdout) == (status, recorded.stdout), replayed.stderr
+    assert "9 of 9 calls match" in replayed.stderr
+
+
+OWN_STREAM = """
+class Upper:
+    def write(self, text): return sys.__stdout__.write(text.upper())
+    def flush(self): sys.__stdout__.flush()
+sys.stdout = Upper()
+train()
+"""
+
+
+def test_a_stream_of_the_programs_own_needs_only_write_and_flush(
+    record: RunProgram, replay: RunProgram
+) -> None:
+    for result in (record(OWN_STREAM), replay()):
+        assert (result.returncode, "Traceback" in result.stderr) == (0, False), result.stderr
+        assert result.stdout.count("LOSS") == 3
+
+
+def test_exit_handlers_of_a_program_that_fails_run_when_python_ends(tmp_path: Path) -> None:
+    source = (
+        "import atexit\n"
+        "from ranklens_core.program_end import ProgramEnd\n"
+        "try:\n"
+        "    with ProgramEnd():\n"
+        "        atexit.register(print, 'handler')\n"
+        "        raise ValueError\n"
+        "except ValueError:\n"
+        "    print('failed', flush=True)\n"
+    )
+    result = run_command([sys.executable, "-c", source], timeout=60, cwd=tmp_path, env=None)
+    assert result == (0, "failed\nhandler\n", "")

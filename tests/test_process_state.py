@@ -135,3 +135,63 @@ def test_a_command_that_takes_too_long_is_ended_with_its_children(run_python: Ca
     source = "import os, signal; os.fork(); signal.pause()"
     with pytest.raises(pytest.fail.Exception, match="took more than 1 s"):
         run_python(source, timeout=1)
+
+
+PATCHING = """
+import os, sys
+sys.path.insert(0, os.path.dirname({tests!r}))
+sys.path.insert(0, {tests!r})
+from types import ModuleType
+from ranklens_core.patches import Patches
+
+patched = []
+set_attribute = Patches.set
+
+def noting(self, owner, name, value):
+    patched.append((owner, name, value))
+    set_attribute(self, owner, name, value)
+
+Patches.set = noting
+os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", DS_ACCELERATOR="cpu")
+import ranklens_core as ranklens
+from ranklens_core.standin import cpu_cuda_context
+import torch.distributed as dist
+{framework}
+
+with cpu_cuda_context({cpu_cuda}), ranklens.record("trace"):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.all_reduce(__import__("torch").ones(1))
+    dist.destroy_process_group()
+with ranklens.replay("trace", rank=0):
+    dist.init_process_group("nccl")
+    dist.all_reduce(__import__("torch").ones(1))
+    dist.destroy_process_group()
+
+from process_state import watched
+places = list(watched().values())
+for owner, name, value in patched:
+    is_code = callable(value) or isinstance(value, (property, classmethod, staticmethod))
+    if is_code and isinstance(owner, (ModuleType, type)) and not any(owner is place for place in places):
+        print("unwatched", getattr(owner, "__module__", ""), owner.__name__, name)
+print("patched", len(patched))
+"""
+
+
+@pytest.mark.parametrize(
+    ("framework", "cpu_cuda"),
+    [
+        ("import megatron.core.pipeline_parallel.schedules, megatron.core.optimizer", True),
+        ("import deepspeed", False),
+    ],
+)
+def test_every_place_that_ranklens_patches_is_watched(
+    framework: str, cpu_cuda: bool, run_python: Callable[..., tuple[int, str, str]]
+) -> None:
+    pytest.importorskip(framework.split()[1].split(".")[0])
+    tests = os.path.dirname(os.path.abspath(__file__))
+    source = PATCHING.format(tests=tests, framework=framework, cpu_cuda=cpu_cuda)
+    status, stdout, stderr = run_python(source)
+    assert status == 0, stderr
+    *unwatched, count = stdout.splitlines()
+    assert "\n".join(line for line in unwatched if line.startswith("unwatched")) == ""
+    assert int(count.removeprefix("patched ")) > 20

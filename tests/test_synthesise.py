@@ -23,9 +23,10 @@ class Synthesising:
 
     def __init__(self) -> None:
         self.synthesiser = Synthesiser()
+        self.set_up = False
 
     def handle(self, call: Call, proceed: Proceed) -> Work | None:
-        self.synthesiser.fill(call)
+        self.synthesiser.fill(call, set_up=self.set_up)
         return None if call.operator.returns is Returns.NOTHING else completed_work(call.result, call.device)
 
     def on_wait(self, work: Work, wait: Callable[[], bool]) -> bool:
@@ -147,10 +148,43 @@ def test_what_only_a_peer_knows_is_small_noise(
     another = torch.full((64, 64), float("nan"))
     receive(another)
     assert not torch.equal(tensor, another)
-    # a count or an index: zero is valid as any
-    whole = torch.full((4, 4), 7)
+    # token ids, say: zero is valid as any
+    whole = torch.full((64, 64), 7)
     receive(whole)
     assert not whole.any()
+
+
+def test_a_broadcast_gives_what_this_rank_would_have_sent(handler: Synthesising) -> None:
+    weight, sizes = torch.tensor([0.5, -2.0]), torch.tensor([3, 4])
+    dist.broadcast(weight, 2)
+    dist.broadcast(sizes, 2)
+    assert (weight.tolist(), sizes.tolist()) == ([0.5, -2.0], [3, 4])
+    nobody_wrote = torch.full((64,), 3e38)
+    dist.broadcast(nobody_wrote, 2)
+    assert nobody_wrote.abs().max() < 1
+
+
+def test_a_message_is_like_the_last_one_sent_of_its_shape(handler: Synthesising) -> None:
+    dist.send(torch.full((64, 64), 5.0), 2)
+    dist.send(torch.tensor([2, 17, 32]), 2)
+    activation, shape = torch.empty(64, 64), torch.empty(3, dtype=torch.int64)
+    dist.recv(activation, 0)
+    dist.recv(shape, 0)
+    assert activation.std().item() == pytest.approx(5.0, rel=0.05)
+    assert shape.tolist() == [2, 17, 32]
+
+
+def test_a_parameter_that_is_another_ranks_is_no_zero(handler: Synthesising) -> None:
+    handler.set_up = True
+    tied, counter = torch.zeros(64, 64), torch.zeros(4)
+    dist.all_reduce(tied)
+    dist.all_reduce(counter)
+    assert tied.std().item() == pytest.approx(4 * NOISE_SCALE, rel=0.05)
+    assert not counter.any()
+    handler.set_up = False
+    gradient = torch.zeros(64, 64)
+    dist.all_reduce(gradient)
+    assert not gradient.any()
 
 
 def test_noise_is_the_same_in_every_run_and_leaves_the_programs_random_state(

@@ -16,7 +16,12 @@ import torch
 from ranklens_core.schema import Purpose
 
 _TORCH = str(Path(torch.__file__).parent) + "/"
+_ROOT = Path(__file__).parents[2]
 _OURS = str(Path(__file__).parents[1]) + "/"
+_ADAPTERS = tuple(f"{_ROOT}/ranklens_{framework}/" for framework in ("deepspeed", "megatron"))
+_EXAMPLES = tuple(f"{folder}examples/" for folder in _ADAPTERS)
+"""What the adapters' packages hold that is somebody's program."""
+
 _NOT_THE_PROGRAM = tuple(
     {
         *(path.rstrip("/") + "/" for path in sysconfig.get_paths().values() if path),
@@ -62,8 +67,9 @@ class _Code:
     def __init__(self, code: CodeType, timer_files: tuple[str, ...]) -> None:
         self.code = code  # kept alive: it is known by its id
         name = code.co_filename
-        self.is_torch = name.startswith((_TORCH, _OURS)) or name == "<string>"
-        self.is_program = not name.startswith(_NOT_THE_PROGRAM)
+        ours = name.startswith(_OURS) or (name.startswith(_ADAPTERS) and not name.startswith(_EXAMPLES))
+        self.is_torch = ours or name.startswith(_TORCH) or name == "<string>"
+        self.is_program = not ours and not name.startswith(_NOT_THE_PROGRAM)
         self.purpose: Purpose | None = None
         if self.is_torch and code.co_name in _OBJECT_FUNCTIONS:
             self.purpose = Purpose.OBJECT

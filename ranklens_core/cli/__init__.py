@@ -17,6 +17,7 @@ from ranklens_core.text import printable
 VERBS = {
     "record": "Record a distributed job: every rank's calls, and results of chosen ranks.",
     "replay": "Run one rank of a recorded job alone.",
+    "emulate": "Run one rank of a job that was never recorded.",
     "info": "Say what a trace holds.",
     "verify": "Check that a trace is whole and undamaged.",
     "demo": "Record an 8-rank job on this machine and replay one rank of it.",

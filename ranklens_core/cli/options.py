@@ -32,6 +32,22 @@ cpu_option = click.option(
 )
 
 
+network_option = click.option(
+    "--network",
+    metavar="NAME|FILE",
+    help="The network whose times are estimated: h100-ib400, loopback, ..., or a .yaml file.",
+)
+
+bandwidth_option = click.option(
+    "--bandwidth",
+    type=float,
+    default=1.0,
+    show_default=True,
+    metavar="FACTOR",
+    help="What if every link of the network had FACTOR times its bandwidth.",
+)
+
+
 def parse_steps(_: click.Context, __: click.Parameter, value: str | None) -> tuple[int, int | None] | None:
     """``A:B`` as (A, B), ``A:`` as (A, None)."""
     if value is None:

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 import click
 
 from ranklens_core.cli.options import (
+    bandwidth_option,
     cpu_option,
+    network_option,
     program_argument,
     trace_argument,
     verdict_option,
 )
-from ranklens_core.errors import UsageError
 
 if TYPE_CHECKING:
     from ranklens_core.program import Program
-    from ranklens_core.verdict import Verdict
 
 
 @click.command()
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     "--task",
     default="debug",
     show_default=True,
-    metavar="debug|profile|memory|structure",
+    metavar="debug|profile|memory|tune|structure",
     help="What the replay is for.",
 )
 @click.option(
@@ -39,6 +38,8 @@ if TYPE_CHECKING:
     help="What to do with a call that is not the recorded one (default: the task's).",
 )
 @click.option("--pdb", is_flag=True, help="Stop in pdb where an error is raised.")
+@network_option
+@bandwidth_option
 @cpu_option
 @verdict_option
 @program_argument
@@ -48,6 +49,8 @@ def command(
     task: str,
     on_mismatch: str | None,
     pdb: bool,
+    network: str | None,
+    bandwidth: float,
     cpu: bool,
     verdict: Path | None,
     program: tuple[str, ...],
@@ -62,7 +65,16 @@ def command(
     parsed = Program.parse(program)
     _take_hash_seed(trace, rank)
     status = replay_program(
-        parsed, trace, rank, task, on_mismatch=on_mismatch, pdb=pdb, cpu=cpu, verdict_file=verdict
+        parsed,
+        trace,
+        rank,
+        task,
+        on_mismatch=on_mismatch,
+        pdb=pdb,
+        cpu=cpu,
+        verdict_file=verdict,
+        network=network,
+        bandwidth=bandwidth,
     )
     sys.exit(status)
 
@@ -77,63 +89,38 @@ def replay_program(
     pdb: bool = False,
     cpu: bool = False,
     verdict_file: Path | None = None,
+    network: str | None = None,
+    bandwidth: float = 1.0,
 ) -> int:
     """Replay and print the verdict; returns the exit status."""
-    from ranklens_core.cli.postmortem import stop_in_pdb
-    from ranklens_core.leaving import before_exit
-    from ranklens_core.patches import Patches
+    from ranklens_core.cli.alone import run_alone
     from ranklens_core.preimport import guess_preimports
-    from ranklens_core.program import exit_status, flush_output, print_program_error
     from ranklens_core.replay_session import ReplaySession
-    from ranklens_core.standin import cpu_cuda_context, wants_cpu_cuda
+    from ranklens_core.standin import wants_cpu_cuda
     from ranklens_core.task import OnMismatch, task_named
+    from ranklens_core.timing.network import network_named
     from ranklens_core.trace import open_trace
-    from ranklens_core.verdict import EXIT_STATUS, Status
 
     chosen = task_named(task)
+    described = network_named(network, bandwidth)
     trace = open_trace(directory)
     trace.rank(rank)
     _check_program(program, trace.run.program, trace.run.program_fingerprint)
-    cpu_cuda = wants_cpu_cuda(cpu, guess_preimports(program)) or trace.run.cpu_cuda
-    verdict_file = _claimed(verdict_file)
-    pid, stderr = os.getpid(), sys.stderr
-
-    def program_status(error: BaseException | None) -> int:
-        """What python would end with; shows an uncaught exception as it would."""
-        if error is None:
-            return 0
-        if isinstance(error, SystemExit):
-            return exit_status(error)
-        print_program_error(error)
-        return 130 if isinstance(error, KeyboardInterrupt) else 1
-
-    def end(error: BaseException | None) -> int:
-        try:
-            flush_output()
-        except OSError as problem:
-            _say(stderr, f"ranklens: not all of the program's output could be written: {problem}")
-        verdict = session.close(error)
-        failed = verdict.status is Status.PROGRAM_FAILED
-        status = program_status(error) if failed else EXIT_STATUS[verdict.status]
-        _show(verdict, program, directory, verdict_file, stderr)
-        return status
-
-    error: BaseException | None = None
-    with cpu_cuda_context(cpu_cuda), Patches() as patches:
-        session = ReplaySession(
-            trace, rank, chosen, on_mismatch=OnMismatch(on_mismatch) if on_mismatch else None
-        )
-        before_exit(patches, lambda status: end(SystemExit(status)))
-        try:
-            program.run()
-        except BaseException as caught:
-            error = caught
-            if pdb and not isinstance(caught, SystemExit):
-                print_program_error(caught)
-                stop_in_pdb(caught)
-        if os.getpid() != pid:  # a child that the program forked: it ends as it would without us
-            return program_status(error)
-        return end(error)
+    again = f"ranklens replay {shlex.quote(str(directory))} --rank {rank} --pdb -- {program.describe()}"
+    return run_alone(
+        program,
+        lambda: ReplaySession(
+            trace,
+            rank,
+            chosen,
+            on_mismatch=OnMismatch(on_mismatch) if on_mismatch else None,
+            network=described,
+        ),
+        cpu_cuda=wants_cpu_cuda(cpu, guess_preimports(program)) or trace.run.cpu_cuda,
+        pdb=pdb,
+        verdict_file=verdict_file,
+        next_commands=lambda _: [again],
+    )
 
 
 def _take_hash_seed(directory: Path, rank: int) -> None:
@@ -145,40 +132,6 @@ def _take_hash_seed(directory: Path, rank: int) -> None:
         for item in trace.rank(rank).record.environment:
             if (item.kind, item.name) == ("variable", VARIABLE):
                 fix_hash_seed(item.value)
-
-
-def _claimed(file: Path | None) -> Path | None:
-    """``--verdict`` as an absolute path, found writable before the replay and not only after it.
-
-    What an earlier replay wrote there is gone from now on, however this one ends.
-    """
-    if file is not None:
-        _write_verdict(file, b"")
-    return file and file.absolute()
-
-
-def _write_verdict(file: Path, data: bytes) -> None:
-    try:
-        file.write_bytes(data)
-    except OSError as error:
-        raise UsageError(
-            f"--verdict {file} cannot be written: {error.strerror or error}. Name another file."
-        ) from error
-
-
-def _say(stderr: TextIO | None, text: str) -> None:
-    """To stderr as it was before the program, which may have closed it: then there is nobody to tell."""
-    if stderr is not None and not stderr.closed:
-        click.echo(text, file=stderr)
-
-
-def _show(
-    verdict: Verdict, program: Program, directory: Path, verdict_file: Path | None, stderr: TextIO | None
-) -> None:
-    command = f"ranklens replay {shlex.quote(str(directory))} --rank {verdict.rank}"
-    _say(stderr, verdict.words([f"{command} --pdb -- {program.describe()}"]))
-    if verdict_file is not None:
-        _write_verdict(verdict_file, verdict.to_json() + b"\n")
 
 
 def _check_program(program: Program, recorded: str, fingerprint: str) -> None:

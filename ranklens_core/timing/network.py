@@ -222,6 +222,19 @@ def load_network(name_or_file: str | Path) -> NetworkDescription:
     return dataclasses.replace(network, nccl_tests_logs=logs)
 
 
+def network_named(name_or_file: str | None, bandwidth: float = 1.0) -> NetworkDescription | None:
+    """The network of a command line, its bandwidth times ``bandwidth``; None if none is named.
+
+    Raises UsageError as ``load_network`` and ``scaled``, and for a factor without a network.
+    """
+    if name_or_file is None:
+        if bandwidth != 1.0:
+            raise UsageError("--bandwidth scales the network that --network names: name one")
+        return None
+    network = load_network(name_or_file)
+    return network if bandwidth == 1.0 else network.scaled(bandwidth=bandwidth)
+
+
 def _fill_in(values: dict[str, Any], part: str, used_in: Path) -> None:
     """Replace a part's name by the content of its file (``node: h100`` by ``node/h100.yaml``)."""
     name = values.get(part)
