@@ -229,8 +229,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     ``clock`` is ``wall`` or ``virtual``. With a virtual clock the job's timeline is computed from the ranks'
     own compute and the network: ``network`` is its name and ``network_content`` all of it, as
-    ``timing.network_content`` writes it. ``own_cores`` are the ranks that had a core of their own, whose
-    compute is their wall time; that of the others is their CPU time.
+    ``timing.network_content`` writes it. ``own_cores`` are the ranks that had a core of their own.
     """
 
     format: int

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import click
-import msgspec
 
+from ranklens_core.cli.clock import WALL_TIME, Timing, timing_of
 from ranklens_core.cli.options import (
     DEFAULT_OUT,
     cpu_option,
@@ -23,22 +24,6 @@ if TYPE_CHECKING:
     from ranklens_core.own_cores import CorePlan
     from ranklens_core.program import Program
     from ranklens_core.schema import RunRecord
-
-
-class Timing(NamedTuple):
-    """Where a recording's times come from: the last four are those of ``RunRecord``."""
-
-    clock: str
-    network: str = ""
-    network_content: str = ""
-    own_cores: tuple[int, ...] = ()
-
-    def describe(self, run: RunRecord) -> RunRecord:
-        """``run`` with these."""
-        return msgspec.structs.replace(run, **self._asdict())
-
-
-WALL_TIME = Timing("wall")
 
 
 @click.command()
@@ -112,7 +97,7 @@ def command(
     from ranklens_core.program import Program
 
     parsed = Program.parse(program)
-    timing = _timing(clock, network, own_core, nproc, pin=pin)
+    timing = timing_of(clock, network, own_core, nproc, pin=pin)
     fix_hash_seed()
     if nproc is not None:
         status = record_local(
@@ -161,6 +146,7 @@ def record_local(
             "under torchrun and the like."
         )
     _check_payload(payload, nproc)
+    plan = plan_cores(timing.own_cores, nproc) if timing.own_cores else None
     imports = guess_preimports(program)
     cpu_cuda = wants_cpu_cuda(cpu, imports)
     prepare_directory(out, overwrite=overwrite)
@@ -183,8 +169,7 @@ def record_local(
             os.sched_setaffinity(0, {cores[rank % len(cores)]})
         return _run_recorded(program, directory, payload, steps, run, plan=plan)
 
-    plan = plan_cores(timing.own_cores, nproc) if timing.own_cores else None
-    with cpu_cuda_context(cpu_cuda):
+    with cpu_cuda_context(cpu_cuda), plan.kept_awake() if plan else nullcontext():
         result = run_local(
             nproc,
             rank_main,
@@ -243,33 +228,6 @@ def _run_recorded(
     with record(directory, payload=payload, steps=steps, run=run, overwrite=overwrite, cores=plan):
         program.run()
     return 0
-
-
-def _timing(
-    clock: str, network: str | None, own_cores: tuple[int, ...], nproc: int | None, *, pin: bool
-) -> Timing:
-    """The options that go with each other, checked; the network read."""
-    if clock == "wall":
-        for option, value in (("--network", network), ("--own-core", own_cores)):
-            if value:
-                raise UsageError(
-                    f"{option} belongs to --clock virtual: with the wall clock times are measured."
-                )
-        return WALL_TIME
-    if network is None:
-        raise UsageError(
-            "--clock virtual needs the network whose transfers it estimates: --network NAME or FILE "
-            "(loopback for gloo on one host; see docs/network.md)."
-        )
-    if own_cores and nproc is None:
-        raise UsageError("--own-core is for local ranks (--nproc): elsewhere the launcher places the ranks.")
-    if own_cores and pin:
-        raise UsageError("--pin gives every rank a core, --own-core some of them: choose one.")
-    from ranklens_core.timing.network import load_network
-    from ranklens_core.timing.network_content import network_content
-
-    description = load_network(network)
-    return Timing("virtual", description.name, network_content(description), own_cores)
 
 
 def _check_payload(payload: str, world_size: int) -> None:

@@ -51,19 +51,13 @@ class Timeline:
     transfers: Mapping[str, int]
 
 
-def virtual_timeline(
-    trace: Trace,
-    estimator: Estimator,
-    *,
-    compute: Compute = Compute.CPU,
-    compute_of: Mapping[int, Compute] | None = None,
-) -> Timeline:
+def virtual_timeline(trace: Trace, estimator: Estimator, *, compute: Compute = Compute.CPU) -> Timeline:
     """The job as if each rank had its own device and the network were ``estimator``'s.
 
-    Own compute is the ranks' own CPU time (``compute_of``: another measure for some ranks), transfers are
-    estimated. Errors as reading the trace, estimating and simulating raise them.
+    Own compute is the ranks' own CPU time, transfers are estimated. Errors as reading the trace,
+    estimating and simulating raise them.
     """
-    return what_if(trace, estimator=estimator, compute=compute, compute_of=compute_of)
+    return what_if(trace, estimator=estimator, compute=compute)
 
 
 def what_if(
@@ -71,7 +65,6 @@ def what_if(
     *,
     estimator: Estimator | None = None,
     compute: Compute = Compute.ELAPSED,
-    compute_of: Mapping[int, Compute] | None = None,
     compute_scale: Mapping[int, float] | None = None,
 ) -> Timeline:
     """The recorded job with another network or other compute.
@@ -84,7 +77,7 @@ def what_if(
     binding = bind(joined)
     scales = dict(compute_scale or {})
     plans = []
-    for schedule in schedules(joined, compute, compute_of):
+    for schedule in schedules(joined, compute):
         scale = scales.pop(schedule.rank, 1.0)
         if not (scale > 0 and np.isfinite(scale)):
             raise UsageError(f"compute scale of rank {schedule.rank} must be a positive number, not {scale}")

@@ -21,7 +21,6 @@ from ranklens_core.timing.binding import Binding, bound_at
 from ranklens_core.timing.join import Joined
 from ranklens_core.timing.network_content import recorded_estimator
 from ranklens_core.timing.ranklog import NO_TIME, RankLog
-from ranklens_core.timing.schedule import Compute
 from ranklens_core.timing.simulate import Simulation
 from ranklens_core.timing.timeline import Timeline, virtual_timeline
 from ranklens_core.trace import Trace
@@ -64,15 +63,15 @@ class VirtualJob:
 def virtual_job(trace: Trace) -> VirtualJob:
     """The timeline of a trace recorded with a virtual clock.
 
-    Own compute is the CPU time of each rank's own threads, of a rank with a core of its own its wall time
-    (``RunRecord.own_cores``). RankLens' own work is in neither.
+    Own compute is the CPU time of the threads that communicate, with RankLens' own work left out. It counts
+    for a rank with a core of its own too: its wall time would have in it whatever else ran on that core,
+    and waits that are no calls (for the store, in set-up) as if they were compute.
 
     Raises TraceError for calls on devices other than the CPU, TraceDamagedError for a network
     that is none, else as reading and simulating do.
     """
     estimator = recorded_estimator(trace.run.network_content)
-    of_rank = {rank: Compute.WALL for rank in trace.run.own_cores if rank in trace.ranks}
-    timeline = virtual_timeline(trace, estimator, compute_of=of_rank)
+    timeline = virtual_timeline(trace, estimator)
     joined = timeline.simulation.joined
     _check_devices(joined)
     in_time = in_virtual_time(timeline.simulation)
