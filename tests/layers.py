@@ -43,6 +43,7 @@ FLOORS: list[list[str]] = [
         "printed",
         "place",
         "rank_failure",
+        "diagnose",
         "rank_output",
         "rank_process",
         "local_job",

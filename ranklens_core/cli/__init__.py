@@ -19,6 +19,7 @@ VERBS = {
     "replay": "Run one rank of a recorded job alone.",
     "info": "Say what a trace holds.",
     "verify": "Check that a trace is whole and undamaged.",
+    "diagnose": "Say what went wrong in a job that hung or broke, and which rank began it.",
     "demo": "Record an 8-rank job on this machine and replay one rank of it.",
     "doctor": "Say what works on this machine, and what to do about what does not.",
 }

@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -29,6 +30,7 @@ from ranklens_core.schema import (
 from ranklens_core.trace.files import Data, Opener, open_new
 from ranklens_core.trace.layout import rank_directory
 from ranklens_core.trace.lines import (
+    AliveLine,
     EndLine,
     EnvironmentLine,
     FailureLine,
@@ -52,6 +54,9 @@ FLUSH_ROWS = 4096
 FLUSH_INTERVAL_S = 0.25
 """How old a record can get before it is on disk."""
 
+ALIVE_INTERVAL_NS = 500_000_000
+"""After so long without a record, and again and again, the journal says what the rank waits for."""
+
 MAX_PENDING_ITEMS = 32 * FLUSH_ROWS
 """Items queued before producers wait: about 100 MB of rows at most."""
 
@@ -65,6 +70,9 @@ class _Value(msgspec.Struct, frozen=True):
 
 
 _Item = Row | Line | _Value
+
+Activity = tuple[tuple[int, ...], str]
+"""``waiting`` and ``place`` of an ``AliveLine``."""
 
 
 class TraceWriter:
@@ -99,7 +107,8 @@ class TraceWriter:
         self._clock = clock if clock is not None else MonotonicClock()
         self._max_pending_bytes = max_pending_bytes
         self._flush_interval_ns = int(flush_interval_s * 1e9)
-        self._flushed_ns = self._clock.now_ns()
+        self._flushed_ns = self._spoke_ns = self._clock.now_ns()
+        self._activity: Callable[[], Activity] | None = None
         self.rank = header.rank
         self._pid = os.getpid()
         self._queue: deque[_Item] = deque()
@@ -200,6 +209,10 @@ class TraceWriter:
 
     # Life.
 
+    def watch(self, activity: Callable[[], Activity]) -> None:
+        """While nothing is recorded, write down now and then what ``activity()`` says of the program."""
+        self._activity = activity
+
     def flush(self) -> None:
         """Return once all that was recorded before is on disk, or writing has failed."""
         if self._is_off():
@@ -210,9 +223,13 @@ class TraceWriter:
             self._wake()
             self._changed.wait_for(lambda: self._flushes_done >= asked or self._is_off())
 
-    def close(self, exit_status: int | None) -> None:
-        """Write all that is left, mark the rank complete, end the thread. Later calls do nothing."""
-        self._finish(EndLine(time_ns=self._clock.now_ns(), exit_status=exit_status))
+    def close(self, exit_status: int | None, error: str = "", error_site: str = "") -> None:
+        """Write all that is left, mark the rank complete, end the thread. Later calls do nothing.
+
+        ``error`` and ``error_site`` as in ``EndLine``.
+        """
+        now_ns = self._clock.now_ns()
+        self._finish(EndLine(time_ns=now_ns, exit_status=exit_status, error=error, error_site=error_site))
         if self._thread.is_alive() and os.getpid() == self._pid:
             self._thread.join()
 
@@ -311,7 +328,12 @@ class TraceWriter:
 
     def _flush(self) -> None:
         self._flushed_ns = self._clock.now_ns()
-        self._files.flush(self._flushed_ns)
+        if self._files.flush(self._flushed_ns):
+            self._spoke_ns = self._flushed_ns
+        elif self._activity is not None and self._flushed_ns - self._spoke_ns >= ALIVE_INTERVAL_NS:
+            waiting, place = self._activity()
+            self._files.line(AliveLine(time_ns=self._flushed_ns, waiting=waiting, place=place))
+            self._spoke_ns = self._flushed_ns
 
     def _fail(self, reason: str) -> None:
         """Stop writing, and say so in the journal if that is possible."""
