@@ -98,6 +98,7 @@ class Recorder:
         self._leave()
         self._lock = threading.Lock()
         self._entries = 0
+        self._kinds = 0
         self._seq_ids: dict[Lane, int] = defaultdict(int)
         self._batches: dict[str, list[tuple[int, list[torch.Tensor], torch.device]]] = {}
         self._batch_number = -1
@@ -263,8 +264,10 @@ class Recorder:
                 compute_cpu_ns=compute_cpu_ns,
                 delayed_ns=delayed_ns,
                 in_addresses=in_addresses,
-            )
+            ),
+            is_new=interned.id >= self._kinds,
         )
+        self._kinds = max(self._kinds, interned.id + 1)
         return entry
 
     def _finish(

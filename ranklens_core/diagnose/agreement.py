@@ -40,12 +40,12 @@ def terms(signature: Signature, group_rank: int) -> Terms:
     if op in PAIRWISE_OPS:
         return found
     inputs, outputs = numels(signature.in_shapes), numels(signature.out_shapes)
-    if op == "all_gather" and outputs:
+    if op == "all_gather" and len(outputs) > 1:
         found["output elements"] = _numbers(outputs)
         own = outputs[group_rank] if group_rank < len(outputs) else -1
         if inputs != (own,):
             found["input elements"] = f"{_numbers(inputs)} for a place of {own}"
-    elif op == "reduce_scatter" and inputs:
+    elif op == "reduce_scatter" and len(inputs) > 1:
         found["input elements"] = _numbers(inputs)
         own = inputs[group_rank] if group_rank < len(inputs) else -1
         if outputs != (own,):
@@ -81,18 +81,22 @@ def _parts(signature: Signature, rank: int, size: int) -> tuple[dict[int, int], 
     """Elements that ``rank`` sends to and expects from each member; those of unknown number are left out."""
     inputs, outputs = numels(signature.in_shapes), numels(signature.out_shapes)
     root = signature.peer
+
+    def of_each(counts: tuple[int, ...]) -> dict[int, int]:
+        return dict(enumerate(counts)) if len(counts) == size else {}
+
     match signature.op:
         case "all_to_all":
-            return dict(enumerate(inputs)), dict(enumerate(outputs))
+            return of_each(inputs), of_each(outputs)
         case "all_to_all_single":
             return (
                 _split(signature.in_shapes, signature.in_split_sizes, size),
                 _split(signature.out_shapes, signature.out_split_sizes, size),
             )
         case "gather":
-            return {root: sum(inputs)}, dict(enumerate(outputs)) if rank == root else {}
+            return {root: sum(inputs)}, of_each(outputs) if rank == root else {}
         case _:  # scatter
-            return dict(enumerate(inputs)) if rank == root else {}, {root: sum(outputs)}
+            return of_each(inputs) if rank == root else {}, {root: sum(outputs)}
 
 
 def _split(shapes: Sequence[Sequence[int]], splits: Sequence[int], size: int) -> dict[int, int]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ranklens_core.diagnose.findings import CallView, Deviation, Disagreement, RankEnd, Status, Wait
 from ranklens_core.diagnose.job import How
-from ranklens_core.diagnose.waiting import MARGIN_NS, End
+from ranklens_core.diagnose.waiting import ABSENT, MARGIN_NS, End
 from ranklens_core.rank_failure import signal_name
 from ranklens_core.text import ranks_words
 
@@ -72,7 +72,7 @@ class Answer:
 
     def _waiting(self, end: End) -> str:
         if len(end.ranks) > 1:
-            self.culprits = end.ranks
+            self.culprits = self.cycle
             return self._circle(end)
         (rank,) = self.culprits = end.ranks
         wait = max(
@@ -99,9 +99,9 @@ class Answer:
         shown = steps[:MOST_OF_A_CIRCLE]
         if len(steps) > len(shown):
             shown.append(f"and so on round {len(steps)} ranks")
-        text = f"deadlock: {ranks_words(end.ranks)} wait for each other: {', '.join(shown)}"
-        behind = [rank for rank in end.waiters if rank not in end.ranks]
-        return f"{text}; {ranks_words(behind)} wait for them" if behind else text
+        text = f"deadlock: {ranks_words(self.cycle)} wait for each other: {', '.join(shown)}"
+        behind = ranks_words([rank for rank in end.waiters if rank not in self.cycle])
+        return f"{text}; {behind} {_wait_verb(behind)} for them" if behind != ranks_words([]) else text
 
     def _what_became_of(self, rank: int, wait: Wait) -> str:
         state = next(end for end in self.ends if end.rank == rank)
@@ -115,8 +115,8 @@ class Answer:
                 return f"rank {rank} {'was not recorded' if state.how == How.UNRECORDED else 'is unreadable'}"
         if state.signal:
             return _died(state)
-        where = f": it was at {state.place}" if state.place else f": its last call is {last[7:]}"
-        did_not = "did not make the call" if wait.reason == "did not come to it" else wait.reason
+        where = f": it was at {short_site(state.place)}" if state.place else f": its last call is {last[7:]}"
+        did_not = "did not make the call" if wait.reason == ABSENT else wait.reason
         return f"rank {rank} {did_not}{where}"
 
     def _nothing(self) -> tuple[Status, str]:
@@ -134,8 +134,14 @@ class Answer:
 def call_at(call: CallView) -> str:
     """A call with its number, step and line."""
     step = f", step {call.step}" if call.step >= 0 else ""
-    at = f" at {call.site}" if call.site else ""
+    at = f" at {short_site(call.site)}" if call.site else ""
     return f"{call.call}{at} (call {call.seq_id}{step})"
+
+
+def short_site(site: str) -> str:
+    """``directory/file:line function``: the JSON has the whole path."""
+    path, colon, rest = site.partition(":")
+    return "/".join(path.split("/")[-2:]) + colon + rest
 
 
 def deviation_words(value: Deviation) -> str:
@@ -166,10 +172,10 @@ def _stalled(wait: Wait) -> str:
 
 def _died(end: RankEnd) -> str:
     if end.signal:
-        last = f" after {call_at(end.last_call)}" if end.last_call else ""
+        last = f"; the last call its recording has is {call_at(end.last_call)}" if end.last_call else ""
         return f"rank {end.rank} was killed by signal {end.signal} ({signal_name(end.signal)}){last}"
     what = end.error or f"exit status {end.exit_status}"
-    return f"rank {end.rank} failed with {what}{f' at {end.place}' if end.place else ''}"
+    return f"rank {end.rank} failed with {what}{f' at {short_site(end.place)}' if end.place else ''}"
 
 
 def _wait_verb(ranks: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ranklens_core.diagnose.answer import Answer
+from ranklens_core.diagnose.answer import Answer, short_site
 from ranklens_core.diagnose.disagreement import Split, first_split, message_splits
 from ranklens_core.diagnose.findings import (
     DIAGNOSIS_VERSION,
@@ -49,7 +49,8 @@ class _Examination:
         disagreements = tuple(self._disagreement(split) for split in self._splits)
         certain = [edge for edge in self._blocked.edges if edge.certain]
         # what is only likely counts where nothing is certain
-        edges = certain if certain or disagreements else self._blocked.edges
+        likely = [edge for edge in self._blocked.edges if edge.likely]
+        edges = certain if certain or disagreements else likely
         found = ends(edges)
         waits = self._waits(edges, [rank for end in found for rank in end.ranks])
         cycle: tuple[int, ...] = ()
@@ -124,11 +125,14 @@ class _Examination:
 
     def _describe_lag(self, lag: Lag) -> str:
         count, call = len(lag.rows), call_view(self._job, lag.rows[0])
+        if lag.made is not None:
+            return f"rank {lag.rank} has made {lag.made} calls at {short_site(call.site)}, the others {count}"
         did = "made" if lag.extra else "left out"
         calls = f"{count} call{'s' if count > 1 else ''}{' more than the others' if lag.extra else ''}"
         began = "" if count == 1 else "from "
-        at = f" at {call.site}" if call.site else ""
-        return f"rank {lag.rank} {did} {calls}: {began}number {call.seq_id}, {call.call}{at}{_in_step(call.step)}"
+        at = f" at {short_site(call.site)}" if call.site else ""
+        which = f"{began}number {call.seq_id}, {call.call}{at}{_in_step(call.step)}"
+        return f"rank {lag.rank} {did} {calls}: {which}"
 
     def _lagging(self, ranks: Iterable[int], edges: Iterable[Edge]) -> str:
         """Which calls the first of ``ranks`` left out, where it is short of calls that others wait in."""
@@ -149,7 +153,7 @@ class _Examination:
         awaited: dict[int, list[Edge]] = defaultdict(list)
         for edge in edges:
             awaited[edge.row].append(edge)
-        together: dict[tuple[object, ...], list[int]] = defaultdict(list)
+        together: dict[tuple[int, tuple[int, ...], str, bool], list[int]] = defaultdict(list)
         for row, of_row in awaited.items():
             for_ranks = tuple(sorted({edge.for_rank for edge in of_row}))
             key = (int(job.joined.exchange[row]), for_ranks, of_row[0].reason, all(e.certain for e in of_row))
@@ -160,11 +164,11 @@ class _Examination:
             first = min(rows, key=lambda row: int(job.joined.start_ns[row]))
             wait = Wait(
                 ranks=ranks,
-                for_ranks=for_ranks,  # type: ignore[arg-type]
-                reason=str(reason),
+                for_ranks=for_ranks,
+                reason=reason,
                 call=call_view(job, first),
                 waited_ns=self._waited_ns(first),
-                certain=bool(certain),
+                certain=certain,
             )
             found.append((-min(distance.get(rank, 0) for rank in ranks), ranks, wait))
         return tuple(wait for _, _, wait in sorted(found, key=lambda item: item[:2]))
@@ -178,14 +182,17 @@ class _Examination:
 
     def _stalled(self) -> tuple[Wait, ...]:
         """Calls that everybody came to and that did not end all the same."""
+        joined = self._job.joined
+        whole = (joined.missing == 0) & (joined.expected > 1)
         waiting = {edge.rank for edge in self._blocked.edges}
         found: dict[int, list[int]] = defaultdict(list)
         for rank, rows in self._blocked.rows.items():
             for row in rows if rank not in waiting else ():
-                found[int(self._job.joined.exchange[row])].append(row)
+                if whole[joined.exchange[row]]:
+                    found[int(joined.exchange[row])].append(row)
         return tuple(
             Wait(
-                ranks=tuple(int(self._job.joined.rank[row]) for row in rows),
+                ranks=tuple(int(joined.rank[row]) for row in rows),
                 for_ranks=(),
                 reason="everybody came and it did not end",
                 call=call_view(self._job, rows[0]),

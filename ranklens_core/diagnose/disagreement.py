@@ -60,7 +60,10 @@ def message_splits(job: Job) -> list[Split]:
             )
         if sent.in_dtypes != received.out_dtypes:
             fields.append(
-                ("dtype", f"{', '.join(sent.in_dtypes)} sent, {', '.join(received.out_dtypes)} to be received")
+                (
+                    "dtype",
+                    f"{', '.join(sent.in_dtypes)} sent, {', '.join(received.out_dtypes)} to be received",
+                )
             )
         if fields:
             rows = ((int(first[at]),), (int(second[at]),))

@@ -74,9 +74,9 @@ class Fingerprints:
 class Job:
     """The ranks of a job. ``logs`` are sorted by rank, in one clock; ``states`` has every rank of the world.
 
-    ``joined`` has all calls, one row each; ``failed`` the error text of rows whose call failed;
-    ``first_step_known`` ... ``times`` says in words where times come from, ``notes`` what else a
-    reader should know.
+    ``joined`` has all calls, one row each; ``failed`` the error text of rows whose call failed; ``values``
+    is by rank, for those whose values were recorded. ``times`` says in words where times come from, ``notes``
+    what else a reader should know.
     """
 
     source: str
@@ -95,7 +95,8 @@ class Job:
 
     def index_of(self, row: int) -> int:
         """The index of a row in its rank's log."""
-        return row - self.joined.rows_of(int(self.joined.rank[row])).start
+        first: int = self.joined.rows_of(int(self.joined.rank[row])).start
+        return row - first
 
     def signature(self, row: int) -> Signature:
         """The signature of a row."""

@@ -19,12 +19,13 @@ WINDOW = 64
 @dataclass(frozen=True)
 class Lag:
     """``rank`` left out (or, with ``extra``, made in addition) the calls in ``rows``: of another rank that
-    made them, or its own. ``of`` is the column where it parts from the others."""
+    made them, or its own. Where the order does not tell, ``made`` is how many calls it made at the line at
+    which the other rank made those in ``rows``, else None."""
 
     rank: int
     extra: bool
     rows: tuple[int, ...]
-    of: int
+    made: int | None = None
 
 
 def find_lag(sequences: Sequences, sequence: GroupSequence, rank: int, other: int, until: int) -> Lag | None:
@@ -42,8 +43,10 @@ def find_lag(sequences: Sequences, sequence: GroupSequence, rank: int, other: in
     parted = both[own[both] != theirs[both]]
     if len(parted):
         at = int(parted[0])
-        return _shifted(rank, own_row, other_row, own, theirs, at) or _habit(
-            rank, own_row, other_row, own, theirs, at
+        return (
+            _shifted(rank, own_row, other_row, own, theirs, at)
+            or _habit(rank, own_row, other_row, own, theirs, at)
+            or _count(rank, other_row, own, theirs, at)
         )
     return _by_step(sequences, rank, own_row, other_row, both, until)
 
@@ -55,14 +58,12 @@ def _line(sequences: Sequences, row: Int64) -> Int64:
     return np.where(row[:end] != NO_ROW, sequences.written[row[:end]], NO_ROW)
 
 
-def _shifted(
-    rank: int, own_row: Int64, other_row: Int64, own: Int64, theirs: Int64, at: int
-) -> Lag | None:
+def _shifted(rank: int, own_row: Int64, other_row: Int64, own: Int64, theirs: Int64, at: int) -> Lag | None:
     for lag in range(1, MAX_LAG):
         if _continues(own[at:], theirs[at + lag :]):
-            return Lag(rank, False, tuple(other_row[at : at + lag].tolist()), at)
+            return Lag(rank, False, tuple(other_row[at : at + lag].tolist()))
         if _continues(theirs[at:], own[at + lag :]):
-            return Lag(rank, True, tuple(own_row[at : at + lag].tolist()), at)
+            return Lag(rank, True, tuple(own_row[at : at + lag].tolist()))
     return None
 
 
@@ -85,7 +86,14 @@ def _habit(rank: int, own_row: Int64, other_row: Int64, own: Int64, theirs: Int6
     lag, extra = min(gaps)
     # only the first of the calls in question is there: the others never came that far
     row = own_row[at] if extra else other_row[at]
-    return Lag(rank, extra, (int(row),) * lag, at)
+    return Lag(rank, extra, (int(row),) * lag)
+
+
+def _count(rank: int, other_row: Int64, own: Int64, theirs: Int64, at: int) -> Lag | None:
+    """How many calls both made at the line where the other is, if it is no new one."""
+    calls = np.flatnonzero(theirs[: at + 1] == theirs[at])
+    made = int((own[:at] == theirs[at]).sum())
+    return Lag(rank, False, tuple(other_row[calls].tolist()), made) if made else None
 
 
 def _by_step(
@@ -103,7 +111,7 @@ def _by_step(
     )
     missing = len(other_calls) - len(own_calls)
     if ahead and missing > 0:
-        return Lag(rank, False, tuple(other_calls[-missing:].tolist()), int(both[at]))
+        return Lag(rank, False, tuple(other_calls[-missing:].tolist()))
     if not ahead and missing < 0:
-        return Lag(rank, True, tuple(own_calls[missing:].tolist()), int(both[at]))
+        return Lag(rank, True, tuple(own_calls[missing:].tolist()))
     return None

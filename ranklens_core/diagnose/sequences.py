@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -77,8 +78,8 @@ class Sequences:
         rows = np.flatnonzero(self._is_collective)
         rows = rows[np.argsort(self._group[rows], kind="stable")]
         group = self._group[rows]
-        starts = np.flatnonzero(np.append(True, group[1:] != group[:-1])) if len(rows) else []
-        for start, end in zip(starts, [*starts[1:], len(rows)], strict=True):
+        starts = np.flatnonzero(np.append(True, group[1:] != group[:-1])[: len(rows)]).tolist()
+        for start, end in pairwise([*starts, len(rows)]):
             sequence = self._sequence(rows[start:end])
             if len(sequence.ranks) > 1:
                 yield sequence

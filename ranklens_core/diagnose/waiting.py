@@ -19,16 +19,21 @@ MARGIN_NS = 1_000_000_000
 """A recording that ends less than this after somebody came to a call does not show that its rank did not
 come too: what was recorded since the last flush is lost with a killed rank."""
 
+ABSENT = "did not come to it"
+
 
 @dataclass(frozen=True)
 class Edge:
-    """The rank of ``row`` waits in that call for ``for_rank``, which ``reason``; ``certain`` as in ``Wait``."""
+    """The rank of ``row`` waits in that call for ``for_rank``, which ``reason``; ``certain`` as in
+    ``Wait``. What is not certain is ``likely`` where the awaited rank's recording ends long before others'.
+    """
 
     row: int
     rank: int
     for_rank: int
     reason: str
     certain: bool
+    likely: bool
 
 
 class Blocked:
@@ -44,6 +49,8 @@ class Blocked:
         self._message_splits = {
             row: s for s in splits if s.sequence is None for party in s.parties for row in party
         }
+        alive = [state.alive_ns for state in job.states.values() if state.alive_ns is not None]
+        self._alive_ns = max(alive, default=0)
         self._failed = np.array(sorted(job.failed), np.int64)
         self.rows = {log.rank: self._stuck_in(job.states[log.rank]) for log in job.logs}
         """By rank the rows it is stuck in; empty where it is not."""
@@ -53,7 +60,8 @@ class Blocked:
         job, log = self._job, self._job.joined.logs[self._place(state.rank)]
         rows = job.joined.rows_of(state.rank)
         first = rows.start
-        failed = self._failed[slice(*np.searchsorted(self._failed, (first, rows.stop)))].tolist()
+        begin, end = np.searchsorted(self._failed, (first, rows.stop))
+        failed: list[int] = self._failed[begin:end].tolist()
         if state.how is How.FINISHED:
             return []
         if state.how is How.FAILED:
@@ -89,7 +97,7 @@ class Blocked:
         edges = [self._edge(row, rank, "was not recorded") for rank in sequence.unrecorded]
         lacking = sequence.lacking[:, column]
         for member in np.flatnonzero(lacking).tolist():
-            edges.append(self._edge(row, sequence.members[member], "did not come to it"))
+            edges.append(self._edge(row, sequence.members[member], ABSENT))
         split = self._splits.get(sequence.key)
         rank = int(self._job.joined.rank[row])
         if split is not None and split.column == column and rank not in split.odd:
@@ -121,7 +129,10 @@ class Blocked:
         certain = state.has_log and (
             state.alive_ns is None or state.is_over or state.alive_ns - start_ns >= MARGIN_NS
         )
-        return Edge(row, int(self._job.joined.rank[row]), for_rank, reason, certain)
+        likely = state.alive_ns is None or self._alive_ns - state.alive_ns >= MARGIN_NS
+        if state.signal:  # what it did at the last moment is lost
+            reason = "was killed"
+        return Edge(row, int(self._job.joined.rank[row]), for_rank, reason, certain, likely)
 
 
 def _lane(signature: Signature) -> tuple[object, ...]:
@@ -184,7 +195,7 @@ def circle_of(edges: Iterable[Edge], ranks: Iterable[int]) -> tuple[int, ...]:
         if edge.rank in inside and edge.for_rank in inside:
             after[edge.rank].append(edge.for_rank)
     start = min(inside)
-    paths = [(start,)]
+    paths: list[tuple[int, ...]] = [(start,)]
     seen = {start}
     for path in paths:
         for other in sorted(after[path[-1]]):

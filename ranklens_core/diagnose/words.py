@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ranklens_core.diagnose.answer import call_at, deviation_words
+from ranklens_core.diagnose.answer import call_at, deviation_words, short_site
 from ranklens_core.diagnose.findings import Diagnosis, Disagreement, RankEnd, Wait
 from ranklens_core.diagnose.job import How
 from ranklens_core.text import ranks_words
+
+FEWEST_EXCHANGES = 10
+"""From fewer collectives nobody is called late."""
+
+MOST_CHARS = 200
+"""How much of an error's text is shown."""
 
 MOST_LINES = 12
 """How many waits, and how many ends of ranks, are listed."""
@@ -28,7 +34,8 @@ def _lines(found: Diagnosis) -> Iterator[str]:
     if found.waits:
         yield ""
         yield from _shortened([_wait(wait) for wait in found.waits], "waits")
-    ends = list(_ends(found.ends))
+    waiting = {rank for wait in found.waits for rank in wait.ranks}
+    ends = list(_ends(found.ends, waiting))
     if ends:
         yield ""
         yield from _shortened(ends, "ranks")
@@ -57,7 +64,8 @@ def _disagreement(found: Disagreement, *, is_first: bool) -> Iterator[str]:
             if sizes:
                 yield f"      {side} splits {list(sizes)}"
         if party.call.site:
-            yield f"      at {party.call.site}{f', through {party.call.through}' if party.call.through else ''}"
+            through = f", through {short_site(party.call.through)}" if party.call.through else ""
+            yield f"      at {party.call.site}{through}"
         if party.call.error:
             yield f"      {party.call.error}"
     if found.lag:
@@ -71,10 +79,10 @@ def _wait(wait: Wait) -> str:
     return f"{ranks_words(wait.ranks)} -> {whom}{likely}: {wait.reason}, {call_at(wait.call)}{seconds}"
 
 
-def _ends(ends: tuple[RankEnd, ...]) -> Iterator[str]:
-    """What is known of the ranks that did not come to a good end."""
+def _ends(ends: tuple[RankEnd, ...], waiting: set[int]) -> Iterator[str]:
+    """What is known of the ranks that did not come to a good end, but for those that only waited."""
     for end in ends:
-        if end.how in (How.FINISHED, How.DUMPED):
+        if end.how in (How.FINISHED, How.DUMPED) or end.rank in waiting:
             continue
         detail = [str(end.how)]
         if end.signal:
@@ -82,21 +90,23 @@ def _ends(ends: tuple[RankEnd, ...]) -> Iterator[str]:
         elif end.exit_status:
             detail = [f"exit status {end.exit_status}"]
         if end.error:
-            detail.append(end.error)
+            detail.append(end.error[:MOST_CHARS])
         if end.place:
-            detail.append(f"at {end.place}")
+            detail.append(f"at {short_site(end.place)}")
         if end.last_call:
             detail.append(f"last call {call_at(end.last_call)}, {end.last_call.state}")
         yield f"rank {end.rank}: {', '.join(detail)}"
 
 
 def _stragglers(found: Diagnosis) -> Iterator[str]:
-    for number, late in enumerate(found.stragglers):
+    late_ones = [late for late in found.stragglers if late.exchanges >= FEWEST_EXCHANGES]
+    for number, late in enumerate(late_ones):
         share = 100 * late.waited_ns / late.span_ns if late.span_ns else 0.0
         source = f"; times: {found.times}" if number == 0 else ""
         yield (
-            f"{'late' if number == 0 else '':<12}rank {late.rank} came last to {late.last} of {late.exchanges} "
-            f"collectives, others waited {late.waited_ns / 1e9:.3f} s for it ({share:.1f}% of the time){source}"
+            f"{'late' if number == 0 else '':<12}rank {late.rank} came last to {late.last} of its "
+            f"{late.exchanges} collectives, others waited {late.waited_ns / 1e9:.3f} s for it ({share:.1f}% "
+            f"of the time){source}"
         )
 
 

@@ -54,6 +54,10 @@ FLUSH_ROWS = 4096
 FLUSH_INTERVAL_S = 0.25
 """How old a record can get before it is on disk."""
 
+HURRY_NS = 50_000_000
+"""How soon after a flush one is made for a new kind of call: a program whose calls are all new is not
+slowed."""
+
 ALIVE_INTERVAL_NS = 500_000_000
 """After so long without a record, and again and again, the journal says what the rank waits for."""
 
@@ -120,6 +124,7 @@ class TraceWriter:
         self._flushes_asked = 0
         self._flushes_done = 0
         self._wake_asked = False
+        self._hurry = False
         self._end: EndLine | FailureLine | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._write, name="ranklens-trace-writer", daemon=True)
@@ -133,9 +138,14 @@ class TraceWriter:
 
     # Rows: the hot path.
 
-    def call(self, row: CallRow) -> None:
-        """Record a call that was issued."""
+    def call(self, row: CallRow, *, is_new: bool = False) -> None:
+        """Record a call that was issued. With ``is_new`` it goes to disk soon: a call that was never made
+        before is the likeliest to end the process."""
         self._put(row)
+        if is_new and not self._is_off():
+            with self._changed:
+                self._hurry = True
+                self._wake()  # it flushes now, or sleeps until it may
 
     def completion(self, row: CompletionRow) -> None:
         """Record the end of a call. Its results must have been stored before."""
@@ -290,7 +300,7 @@ class TraceWriter:
         """Wait for work, write what is queued, and flush if that is due."""
         with self._changed:
             # woken for other reasons, it must not wait a whole interval again
-            due_in_ns = self._flushed_ns + self._flush_interval_ns - self._clock.now_ns()
+            due_in_ns = self._flushed_ns + self._due_after_ns() - self._clock.now_ns()
             self._changed.wait_for(lambda: self._wake_asked, timeout=max(0, due_in_ns) / 1e9)
             self._wake_asked = False
             end, asked = self._end, self._flushes_asked
@@ -299,11 +309,7 @@ class TraceWriter:
             if self._files.row_count >= FLUSH_ROWS:
                 self._flush()
         now_ns = self._clock.now_ns()
-        if (
-            end is not None
-            or asked > self._flushes_done
-            or now_ns - self._flushed_ns >= self._flush_interval_ns
-        ):
+        if end is not None or asked > self._flushes_done or now_ns - self._flushed_ns >= self._due_after_ns():
             self._flush()
         if end is not None:
             self._files.finish(now_ns)
@@ -313,6 +319,10 @@ class TraceWriter:
             self._flushes_done = asked
             self._closed = end is not None
             self._changed.notify_all()
+
+    def _due_after_ns(self) -> int:
+        """How long after the last flush the next is due."""
+        return min(HURRY_NS, self._flush_interval_ns) if self._hurry else self._flush_interval_ns
 
     def _write_item(self, item: _Item) -> None:
         if isinstance(item, _Value):
@@ -327,7 +337,7 @@ class TraceWriter:
             self._files.line(item)
 
     def _flush(self) -> None:
-        self._flushed_ns = self._clock.now_ns()
+        self._flushed_ns, self._hurry = self._clock.now_ns(), False
         if self._files.flush(self._flushed_ns):
             self._spoke_ns = self._flushed_ns
         elif self._activity is not None and self._flushed_ns - self._spoke_ns >= ALIVE_INTERVAL_NS:
