@@ -162,6 +162,17 @@ def test_a_rank_that_crashes(run_cli: RunCli, tmp_path: Path) -> None:
     assert as_json["culprits"] == [2]
 
 
+def test_shapes_that_do_not_match(run_cli: RunCli, tmp_path: Path) -> None:
+    """gloo aborts the process in the very call: it must be on disk by then."""
+    found, _ = broken(run_cli, tmp_path, "shapes")
+    assert (found.status, found.culprits) == (Status.STRUCTURE, (2,))
+    assert found.disagreements[0].fields == (
+        ("input elements", "4 on ranks 0,1; 3 on rank 2"),
+        ("output elements", "12 on ranks 0,1; 9 on rank 2"),
+    )
+    assert found.disagreements[0].parties[1].call.site.endswith(" shapes")
+
+
 def test_a_rank_that_is_killed(run_cli: RunCli, tmp_path: Path) -> None:
     found, _ = broken(run_cli, tmp_path, "killed")
     assert found.culprits == (2,)

@@ -58,6 +58,12 @@ HURRY_NS = 50_000_000
 """How soon after a flush one is made for a new kind of call: a program whose calls are all new is not
 slowed."""
 
+HURRY_ALLOWANCE_NS, HURRY_SHARE = 200_000_000, 100
+"""Time that a rank may wait for such flushes: so much, and a hundredth of the time that it runs."""
+
+HURRY_WAIT_S = 0.05
+"""The longest wait for one of them."""
+
 ALIVE_INTERVAL_NS = 500_000_000
 """After so long without a record, and again and again, the journal says what the rank waits for."""
 
@@ -112,6 +118,7 @@ class TraceWriter:
         self._max_pending_bytes = max_pending_bytes
         self._flush_interval_ns = int(flush_interval_s * 1e9)
         self._flushed_ns = self._spoke_ns = self._clock.now_ns()
+        self._began_ns, self._hurried_ns, self._hurry = self._flushed_ns, 0, False
         self._activity: Callable[[], Activity] | None = None
         self.rank = header.rank
         self._pid = os.getpid()
@@ -124,7 +131,6 @@ class TraceWriter:
         self._flushes_asked = 0
         self._flushes_done = 0
         self._wake_asked = False
-        self._hurry = False
         self._end: EndLine | FailureLine | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._write, name="ranklens-trace-writer", daemon=True)
@@ -139,13 +145,14 @@ class TraceWriter:
     # Rows: the hot path.
 
     def call(self, row: CallRow, *, is_new: bool = False) -> None:
-        """Record a call that was issued. With ``is_new`` it goes to disk soon: a call that was never made
-        before is the likeliest to end the process."""
+        """Record a call that was issued.
+
+        With ``is_new`` it is on disk when this returns, if the disk is quick: a kind of call that was never
+        made before is the likeliest to abort the process, and that call is what the trace is then read for.
+        """
         self._put(row)
         if is_new and not self._is_off():
-            with self._changed:
-                self._hurry = True
-                self._wake()  # it flushes now, or sleeps until it may
+            self._hurry_up()
 
     def completion(self, row: CompletionRow) -> None:
         """Record the end of a call. Its results must have been stored before."""
@@ -223,15 +230,16 @@ class TraceWriter:
         """While nothing is recorded, write down now and then what ``activity()`` says of the program."""
         self._activity = activity
 
-    def flush(self) -> None:
-        """Return once all that was recorded before is on disk, or writing has failed."""
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Return once all that was recorded before is on disk, or writing has failed, or at the latest after
+        ``timeout_s``."""
         if self._is_off():
             return
         with self._changed:
             self._flushes_asked += 1
             asked = self._flushes_asked
             self._wake()
-            self._changed.wait_for(lambda: self._flushes_done >= asked or self._is_off())
+            self._changed.wait_for(lambda: self._flushes_done >= asked or self._is_off(), timeout_s)
 
     def close(self, exit_status: int | None, error: str = "", error_site: str = "") -> None:
         """Write all that is left, mark the rank complete, end the thread. Later calls do nothing.
@@ -271,6 +279,18 @@ class TraceWriter:
         queue.append(item)
         if len(queue) % FLUSH_ROWS == 0:
             self._wake_and_wait()
+
+    def _hurry_up(self) -> None:
+        """Flush, as long as all such flushes together cost next to nothing; else have one soon."""
+        began_ns = self._clock.now_ns()
+        allowed_ns = HURRY_ALLOWANCE_NS + (began_ns - self._began_ns) // HURRY_SHARE
+        if self._hurried_ns < allowed_ns:
+            self.flush(HURRY_WAIT_S)
+            self._hurried_ns += self._clock.now_ns() - began_ns
+        else:
+            with self._changed:
+                self._hurry = True
+                self._wake()  # it flushes now, or sleeps until it may
 
     def _wake(self) -> None:
         self._wake_asked = True
