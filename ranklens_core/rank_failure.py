@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 _SETTLE_NS = 250_000_000
 
 _PEER_LOSS_TYPES = {"ConnectionError", "DistBackendError", "DistNetworkError", "DistStoreError"}
+_PEER_LOSS_CARRIERS = {"RuntimeError", "OSError", "EOFError"}
 _PEER_LOSS_TEXT = re.compile(
     r"connection (was )?(reset|closed|refused|aborted)|broken pipe|socket|remote (peer|process)|by peer"
     r"|0 bytes|timed out|timeout|nccl",
@@ -36,7 +37,7 @@ class RankFailure:
         """In words, for the rank that failed first."""
         if self.signum is None:
             return f"rank {self.rank} failed first: exit status {self.status}"
-        return f"rank {self.rank} failed first: killed by signal {self.signum} ({_signal_name(self.signum)})"
+        return f"rank {self.rank} failed first: killed by signal {self.signum} ({signal_name(self.signum)})"
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def is_peer_loss(error: BaseException) -> bool:
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
         seen.add(id(link))
-        if any(base.__name__ in _PEER_LOSS_TYPES for base in type(link).__mro__):
+        if any(is_peer_loss_text(base.__name__, "") for base in type(link).__mro__):
             return True
         if isinstance(link, RuntimeError | OSError | EOFError) and _PEER_LOSS_TEXT.search(str(link)):
             return True
@@ -107,5 +108,12 @@ def is_peer_loss(error: BaseException) -> bool:
     return False
 
 
-def _signal_name(signum: int) -> str:
+def is_peer_loss_text(type_name: str, message: str) -> bool:
+    """The same for an exception of which only the text is left."""
+    if type_name in _PEER_LOSS_TYPES:
+        return True
+    return type_name in _PEER_LOSS_CARRIERS and _PEER_LOSS_TEXT.search(message) is not None
+
+
+def signal_name(signum: int) -> str:
     return signal.Signals(signum).name if signum in set(signal.Signals) else "real-time"

@@ -17,7 +17,7 @@ from ranklens_core.c10d.groups import Groups
 from ranklens_core.c10d.interpose import install
 from ranklens_core.c10d.meeting import Meeting
 from ranklens_core.c10d.signature import Signatures
-from ranklens_core.c10d.site import Sites
+from ranklens_core.c10d.site import Sites, error_place
 from ranklens_core.clock import Clock, MonotonicClock
 from ranklens_core.errors import UsageError
 from ranklens_core.leaving import before_exec, before_exit
@@ -43,6 +43,9 @@ log = logging.getLogger("ranklens")
 
 LINGER_NS = int((FLUSH_INTERVAL_S + 0.1) * 1e9)
 """How long a rank that failed stays: a flush of the others, and time to write it."""
+
+MAX_ERROR_CHARS = 500
+"""How much of an exception's message is kept in the journal."""
 
 
 def describe_run(program: Program | None, world_size: int, *, cpu_cuda: bool, run_id: str = "") -> RunRecord:
@@ -107,6 +110,7 @@ class RecordSession:
         self.adapters = Adapters(self.steps, strict=False)
         signatures = Signatures(self._groups, Sites(TIMER_FILES), self._new_signature)
         self.recorder = Recorder(self.writer, signatures, self.steps, Values(keep_values, window), clock)
+        self.writer.watch(self.recorder.activity)
         self._optimizer_steps = OptimizerSteps(self.steps)
         self._printed = PrintedMetrics(self.writer.printed)
         self._reads = environment.VariableReads(self.writer.environment)
@@ -115,8 +119,9 @@ class RecordSession:
         before_exit(self._patches, self._last_words)
         before_exec(self._patches, self._end_before_exec)
 
-    def close(self, exit_status: int | None) -> None:
-        """Undo everything and finish the trace. ``exit_status`` is the program's, None if unknown."""
+    def close(self, exit_status: int | None, error: BaseException | None = None) -> None:
+        """Undo everything and finish the trace. ``exit_status`` is the program's, None if unknown; ``error``
+        is what it ended with."""
         self._patches.undo()
         self._interposer.remove()
         self._reads.remove()
@@ -126,7 +131,10 @@ class RecordSession:
         self.adapters.remove()
         self._meeting.remove()
         self._groups.close()
-        self.writer.close(exit_status)
+        if error is None or isinstance(error, SystemExit):
+            self.writer.close(exit_status)
+        else:
+            self.writer.close(exit_status, _one_line(error), error_place(error))
         if self.writer.failure:
             log.error("the trace of rank %s is incomplete: %s", self.rank, self.writer.failure)
 
@@ -185,6 +193,12 @@ class RecordSession:
             self._name_roles()
             if self._cores is not None:
                 self._cores.move_helpers(self.rank)
+
+
+def _one_line(error: BaseException) -> str:
+    """``Type: message`` without what follows the message's first line, where C++ puts its own stack."""
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0][:MAX_ERROR_CHARS] if lines else ''}"
 
 
 def _write_run_file(directory: Path, run: RunRecord) -> None:

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 from ranklens_core.c10d.call import Call, Proceed
 from ranklens_core.c10d.ops import Kind
 from ranklens_core.c10d.signature import Interned, Lane, Signatures
+from ranklens_core.c10d.site import thread_place
 from ranklens_core.c10d.values import tensor_bytes
 from ranklens_core.c10d.work import (
     ORIGINAL_WAIT,
@@ -97,12 +98,14 @@ class Recorder:
         self._leave()
         self._lock = threading.Lock()
         self._entries = 0
+        self._kinds = 0
         self._seq_ids: dict[Lane, int] = defaultdict(int)
         self._batches: dict[str, list[tuple[int, list[torch.Tensor], torch.device]]] = {}
         self._batch_number = -1
         # of calls whose Work nobody has waited for by wait_tensor: functional collectives, and those
         # whose storage is not yet used again
         self._entry_of_storage: dict[int, int] = {}
+        self._waiting: dict[int, int] = {}
         self._failures: dict[int, BaseException] = {}
         self._unseen: dict[int, BaseException] = {}
         self.stopped = False
@@ -120,6 +123,8 @@ class Recorder:
         # what runs when the call is done must not hold the call: gloo frees it in a thread of the
         # process group, which cannot end (and join that thread) there
         outputs = call.outputs if self._values.results(self._steps.index) else []
+        thread = threading.get_ident()
+        self._waiting[thread] = entry
         try:
             self._raise_unseen()
             work = proceed()
@@ -140,6 +145,8 @@ class Recorder:
         except BaseException as error:
             self._finish(entry, outputs, blocked=True, error=error)
             raise
+        finally:
+            self._waiting.pop(thread, None)
 
         def done(error: BaseException | None) -> None:
             if error is not None:
@@ -151,6 +158,12 @@ class Recorder:
             self._entry_of_storage[storage_of(tensor)] = entry
         self._leave()
         return self._handles.track(watched, entry)
+
+    def activity(self) -> tuple[tuple[int, ...], str]:
+        """The entries of the calls that threads are inside of or wait for, and where in the program the main
+        thread is."""
+        main = threading.main_thread().ident
+        return tuple(sorted(set(self._waiting.copy().values()))), thread_place(main or 0)
 
     def on_wait(self, work: Work, wait: Callable[[], bool]) -> bool:
         """Wait and record it."""
@@ -164,6 +177,8 @@ class Recorder:
         if call is None:
             return wait()
         begin_ns, begin_cpu_ns, begin_delay_ns = self._now_ns(), self._cpu_ns(), self._delay_ns()
+        thread = threading.get_ident()
+        self._waiting[thread] = call
         try:
             result = wait()
             failure = self._failures.get(call)
@@ -171,6 +186,7 @@ class Recorder:
                 self._unseen.pop(call, None)
                 raise failure
         finally:
+            self._waiting.pop(thread, None)
             if not self.stopped:
                 self._record_wait(call, begin_ns, begin_cpu_ns, begin_delay_ns)
         return result
@@ -248,8 +264,10 @@ class Recorder:
                 compute_cpu_ns=compute_cpu_ns,
                 delayed_ns=delayed_ns,
                 in_addresses=in_addresses,
-            )
+            ),
+            is_new=interned.id >= self._kinds,
         )
+        self._kinds = max(self._kinds, interned.id + 1)
         return entry
 
     def _finish(

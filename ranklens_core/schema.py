@@ -201,7 +201,9 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of one rank's recording, from its journal.
 
     ``complete`` is whether the rank closed its trace itself; ``failure`` says why recording
-    stopped early, ``""`` if it did not. ``has_values`` is whether results were kept.
+    stopped early, ``""`` if it did not. ``error`` is the exception that the program ended with
+    (``Type: message``), raised at ``error_site``; both ``""`` without one. ``has_values`` is whether
+    results were kept.
     ``value_steps`` is the window ``(first, end)`` in which inputs can be compared, None for all.
     ``monotonic_ns`` and ``realtime_ns`` were read together at the start: they tie the rank's
     clock to the wall clock.
@@ -216,6 +218,8 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     complete: bool
     exit_status: int | None
     failure: str
+    error: str = ""
+    error_site: str = ""
     monotonic_ns: int
     realtime_ns: int
     groups: tuple[GroupRecord, ...]

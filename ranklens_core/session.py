@@ -45,17 +45,22 @@ def record(
         cores=cores,
     )
     status, interrupted = 1, False
+    error: BaseException | None = None
     try:
         yield session
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
         raise
-    except KeyboardInterrupt:
-        interrupted = True  # as are the other ranks
+    except KeyboardInterrupt as caught:
+        interrupted, error = True, caught  # as are the other ranks
+        raise
+    except BaseException as caught:
+        error = caught
         raise
     finally:
-        session.close(status)
+        session.close(status, error)
+        error = None  # its frames hold the program's process groups
         if status and not interrupted:
             session.linger()
 

@@ -47,6 +47,7 @@ FLOORS: list[list[str]] = [
         "place",
         "own_cores",
         "rank_failure",
+        "diagnose",
         "rank_output",
         "rank_process",
         "local_job",

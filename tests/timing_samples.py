@@ -58,7 +58,7 @@ class LogBuilder:
         self, op: str, group: str, start: int, end: int | None, *, blocks: bool = False, **more: Any
     ) -> int:
         """A call; ``end`` None if it never ended. ``more`` is columns or fields of the signature."""
-        columns = {name: more.pop(name) for name in ("batch", "src_rank", "seq_id") if name in more}
+        columns = {name: more.pop(name) for name in ("batch", "src_rank", "seq_id", "step") if name in more}
         described = signature(op, group, **more)
         lane = (group, op, str(described.peer)) if op in ("send", "recv", "recv_any_source") else (group,)
         seq_id = self._seq_ids.get(lane, 0)

@@ -7,7 +7,7 @@ global ranks and how many groups of those very ranks came before: ``"0-3"``, ``"
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed.distributed_c10d as c10d
@@ -15,23 +15,7 @@ from torch._C._distributed_c10d import ProcessGroup
 
 from ranklens_core.patches import Patches
 from ranklens_core.schema import GroupRecord
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Ranks in short: runs of three or more as ``first-last``, else listed.
-
-    >>> ranks_text([0, 1, 2, 3, 8, 10])
-    '0-3,8,10'
-    """
-    parts: list[str] = []
-    start = 0
-    for i in range(1, len(ranks) + 1):
-        if i < len(ranks) and ranks[i] == ranks[i - 1] + 1:
-            continue
-        run = ranks[start:i]
-        parts.extend([f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(rank) for rank in run])
-        start = i
-    return ",".join(parts)
+from ranklens_core.text import ranks_text
 
 
 class Groups:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
@@ -117,6 +119,31 @@ class Sites:
             new = Site(_text(site), _text(frame), purpose)
             found = self._sites[key] = self._interned.setdefault(new, new)
         return found
+
+
+def program_place(frames: Iterable[tuple[CodeType, int]]) -> str:
+    """``file:line function`` of the first of ``frames`` (innermost first) in the user's own files, ``""`` if
+    none is."""
+    for code, line in frames:
+        if not code.co_filename.startswith(_NOT_THE_PROGRAM):
+            return f"{code.co_filename}:{line} {code.co_name}"
+    return ""
+
+
+def thread_place(thread_id: int) -> str:
+    """Where in the user's own files a thread is just now; ``""`` if nowhere."""
+    frame = sys._current_frames().get(thread_id)
+    frames = []
+    while frame is not None:
+        frames.append((frame.f_code, frame.f_lineno or 0))
+        frame = frame.f_back
+    return program_place(frames)
+
+
+def error_place(error: BaseException) -> str:
+    """Where in the user's own files ``error`` was raised; ``""`` if nowhere."""
+    frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return program_place(reversed(frames))
 
 
 def _text(frame: FrameType | None) -> str:

@@ -20,6 +20,7 @@ VERBS = {
     "emulate": "Run one rank of a job that was never recorded.",
     "info": "Say what a trace holds.",
     "verify": "Check that a trace is whole and undamaged.",
+    "diagnose": "Say what went wrong in a job that hung or broke, and which rank began it.",
     "demo": "Record an 8-rank job on this machine and replay one rank of it.",
     "doctor": "Say what works on this machine, and what to do about what does not.",
 }

@@ -138,7 +138,7 @@ def record_local(
     from ranklens_core.own_cores import plan_cores
     from ranklens_core.preimport import guess_preimports
     from ranklens_core.standin import cpu_cuda_context, wants_cpu_cuda
-    from ranklens_core.trace import open_trace, prepare_directory, write_run
+    from ranklens_core.trace import JobEnding, open_trace, prepare_directory, write_ending, write_run
 
     if any(name in os.environ for name in ("RANK", "TORCHELASTIC_RUN_ID")):
         raise UsageError(
@@ -175,6 +175,17 @@ def record_local(
             rank_main,
             preimport=[*imports, "ranklens_core.session"],
         )
+    first = result.first_failure
+    ending = JobEnding(
+        first_failure=None if first is None else first.rank,
+        status=result.status,
+        signal=0 if first is None else first.signum or 0,
+        interrupted_by=result.interrupted_by or 0,
+    )
+    try:
+        write_ending(directory, ending)
+    except OSError as error:
+        click.echo(f"ranklens: {out} does not say how the job ended: {error}", err=True)
     if result.first_failure is not None:
         click.echo(f"ranklens: {result.first_failure.describe()}", err=True)
     trace = open_trace(directory)

@@ -55,7 +55,7 @@ def bind(joined: Joined) -> Binding:
     root_start = np.where(is_root, NO_TIME, root_start)
     other_start = _latest_other(np.where(is_root, NO_TIME, start), joined.offsets)
 
-    kind = _kinds(joined)[rows]
+    kind = joined.kinds()[rows]
     waits_for_others = _waits(kind, start, end, other_start)
     waits_for_root = _waits(kind, start, end, root_start)
     ended = end != NO_TIME
@@ -142,16 +142,6 @@ def _latest_other(start: Int64, offsets: Int64) -> Int64:
     holds = place == np.repeat(np.minimum.reduceat(at, offsets[:-1]), sizes)
     second = np.repeat(np.maximum.reduceat(np.where(holds, NO_TIME, start), offsets[:-1]), sizes)
     return np.where(holds, second, latest)
-
-
-def _kinds(joined: Joined) -> Int64:
-    """For each row a number of its rank and signature."""
-    first = 0
-    kinds = []
-    for log in joined.logs:
-        kinds.append(log.signature + first)
-        first += len(log.signatures)
-    return np.concatenate([np.zeros(0, np.int64), *kinds])
 
 
 def _waits(kind: Int64, start: Int64, end: Int64, other_start: Int64) -> Bool:

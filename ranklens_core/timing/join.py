@@ -65,6 +65,14 @@ class Joined:
         """Over exchanges: how many members were not recorded."""
         return self.expected - np.diff(self.offsets)
 
+    def kinds(self) -> Int64:
+        """For each row a number of its rank and signature."""
+        first, kinds = 0, [np.zeros(0, np.int64)]
+        for log in self.logs:
+            kinds.append(log.signature + first)
+            first += len(log.signatures)
+        return np.concatenate(kinds)
+
     def log_of(self, row: int) -> RankLog:
         """The log that ``row`` is of."""
         return self.logs[self._place_of(row)]

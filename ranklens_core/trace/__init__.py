@@ -3,6 +3,7 @@
 The format is described in ``docs/trace-format.md``. Nothing here needs torch.
 """
 
+from ranklens_core.trace.ending import JobEnding, read_ending, write_ending
 from ranklens_core.trace.layout import RUN_FILE, prepare_directory, rank_directory, remove_ranks_outside
 from ranklens_core.trace.lines import RankHeader
 from ranklens_core.trace.payload import content_address
@@ -15,6 +16,7 @@ from ranklens_core.trace.writer import TraceWriter
 
 __all__ = [
     "RUN_FILE",
+    "JobEnding",
     "Problem",
     "ProblemKind",
     "RankHeader",
@@ -26,7 +28,9 @@ __all__ = [
     "open_trace",
     "prepare_directory",
     "rank_directory",
+    "read_ending",
     "remove_ranks_outside",
     "verify",
+    "write_ending",
     "write_run",
 ]

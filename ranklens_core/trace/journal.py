@@ -27,6 +27,7 @@ from ranklens_core.schema import (
 from ranklens_core.trace.files import AppendFile, write_all
 from ranklens_core.trace.lines import (
     LINE_TYPES,
+    AliveLine,
     EndLine,
     EnvironmentLine,
     FailureLine,
@@ -131,7 +132,8 @@ class RankJournal(msgspec.Struct, frozen=True, kw_only=True):
     """A whole journal: the run, the rank's record, and where each stream's checked bytes are.
 
     ``meeting`` is the id that the job's ranks agreed on, empty if they did not meet. ``time_ns`` is the time
-    of the last line that has one (monotonic clock of the rank's host).
+    of the last line that has one (monotonic clock of the rank's host). ``alive`` is the last sign of life of
+    a rank that recorded nothing any more, None if it recorded to its end.
     """
 
     run: RunRecord
@@ -139,6 +141,7 @@ class RankJournal(msgspec.Struct, frozen=True, kw_only=True):
     meeting: str
     ranges: dict[Stream, tuple[ByteRange, ...]]
     time_ns: int
+    alive: AliveLine | None
 
 
 def read_journal(data: memoryview, path: str) -> RankJournal:
@@ -184,6 +187,7 @@ def summarise(lines: Sequence[Line], path: str) -> RankJournal:
     printed: list[Printed] = []
     ranges: dict[Stream, list[ByteRange]] = {stream: [] for stream in Stream}
     meeting, failure, end, time_ns = "", "", None, start.header.monotonic_ns
+    alive = None
     for line in rest:
         match line:
             case MeetingLine():
@@ -204,14 +208,17 @@ def summarise(lines: Sequence[Line], path: str) -> RankJournal:
                 environment.append(fact)
             case PrintedLine(item=metric):
                 printed.append(metric)
+            case AliveLine():
+                alive = line
             case FlushLine():
+                alive = None
                 for stream, part in line.ranges.items():
                     ranges[stream].append(part)
             case FailureLine():
                 failure = line.text
             case EndLine():
                 end = line
-        if isinstance(line, (FlushLine, FailureLine, EndLine)):
+        if isinstance(line, (FlushLine, AliveLine, FailureLine, EndLine)):
             time_ns = line.time_ns
 
     record = RankRecord(
@@ -219,6 +226,8 @@ def summarise(lines: Sequence[Line], path: str) -> RankJournal:
         complete=end is not None and not failure,
         exit_status=None if end is None else end.exit_status,
         failure=failure,
+        error="" if end is None else end.error,
+        error_site="" if end is None else end.error_site,
         groups=tuple(
             msgspec.structs.replace(group, role=roles.get(group.key, group.role)) for group in groups.values()
         ),
@@ -232,4 +241,5 @@ def summarise(lines: Sequence[Line], path: str) -> RankJournal:
         meeting=meeting,
         ranges={stream: tuple(parts) for stream, parts in ranges.items()},
         time_ns=time_ns,
+        alive=None if end is not None else alive,
     )

@@ -12,6 +12,7 @@ from ranklens_core.errors import UsageError
 
 RUN_FILE = "run.json"
 RUN_FILE_PART = "run.json.part"
+ENDING_FILE = "ending.json"
 JOURNAL_FILE = "journal.jsonl"
 
 MAX_WORLD_SIZE = 1 << 20
@@ -133,7 +134,7 @@ def _is_ours(path: Path, *, is_inner: bool) -> bool:
         return path.is_file() and _RANK_FILE.fullmatch(path.name) is not None
     if path.is_dir():
         return rank_of_directory(path.name) is not None
-    return path.name in (RUN_FILE, RUN_FILE_PART)
+    return path.name in (RUN_FILE, RUN_FILE_PART, ENDING_FILE)
 
 
 def _check_writable(directory: Path) -> None:

@@ -72,6 +72,18 @@ class FlushLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag
     ranges: dict[Stream, ByteRange]
 
 
+class AliveLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="alive"):
+    """The rank lives, but nothing was recorded for a while: what it waits for and where it is.
+
+    ``waiting`` are entries of the calls that threads of the program are inside of, or wait for.
+    ``place`` is the main thread's innermost frame in the program's own files, ``file:line function``.
+    """
+
+    time_ns: int
+    waiting: tuple[int, ...]
+    place: str
+
+
 class FailureLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="failure"):
     """Recording stopped early, while the program went on."""
 
@@ -80,10 +92,16 @@ class FailureLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
 
 
 class EndLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="end"):
-    """The rank closed its trace: all it did is recorded."""
+    """The rank closed its trace: all it did is recorded.
+
+    ``error`` is the exception that the program ended with (``Type: message``), ``error_site`` its
+    innermost frame in the program's own files; both ``""`` without one.
+    """
 
     time_ns: int
     exit_status: int | None
+    error: str = ""
+    error_site: str = ""
 
 
 Line = (
@@ -95,6 +113,7 @@ Line = (
     | EnvironmentLine
     | PrintedLine
     | FlushLine
+    | AliveLine
     | FailureLine
     | EndLine
 )
@@ -107,6 +126,7 @@ LINE_TYPES: tuple[type[msgspec.Struct], ...] = (
     EnvironmentLine,
     PrintedLine,
     FlushLine,
+    AliveLine,
     FailureLine,
     EndLine,
 )

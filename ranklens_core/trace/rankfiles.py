@@ -55,11 +55,13 @@ class RankFiles:
         """Write a value to the payload file; its row waits for the next flush."""
         self._rows[Stream.VALUES].append(self._payload.append(address, data))
 
-    def flush(self, time_ns: int) -> None:
-        """Write values and the rows kept, then the line in the journal that makes them count."""
+    def flush(self, time_ns: int) -> bool:
+        """Write values and the rows kept, then the line in the journal that makes them count; whether there
+        were any."""
         self._payload.flush()
         ranges = {stream: self._streams[stream].append(rows) for stream, rows in self._rows.items() if rows}
         self._commit(ranges, time_ns)
+        return bool(ranges)
 
     def finish(self, time_ns: int) -> None:
         """End every stream after its last flush."""

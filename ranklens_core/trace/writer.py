@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -29,6 +30,7 @@ from ranklens_core.schema import (
 from ranklens_core.trace.files import Data, Opener, open_new
 from ranklens_core.trace.layout import rank_directory
 from ranklens_core.trace.lines import (
+    AliveLine,
     EndLine,
     EnvironmentLine,
     FailureLine,
@@ -52,6 +54,19 @@ FLUSH_ROWS = 4096
 FLUSH_INTERVAL_S = 0.25
 """How old a record can get before it is on disk."""
 
+HURRY_NS = 50_000_000
+"""How soon after a flush one is made for a new kind of call: a program whose calls are all new is not
+slowed."""
+
+HURRY_ALLOWANCE_NS, HURRY_SHARE = 200_000_000, 100
+"""Time that a rank may wait for such flushes: so much, and a hundredth of the time that it runs."""
+
+HURRY_WAIT_S = 0.05
+"""The longest wait for one of them."""
+
+ALIVE_INTERVAL_NS = 500_000_000
+"""After so long without a record, and again and again, the journal says what the rank waits for."""
+
 MAX_PENDING_ITEMS = 32 * FLUSH_ROWS
 """Items queued before producers wait: about 100 MB of rows at most."""
 
@@ -65,6 +80,9 @@ class _Value(msgspec.Struct, frozen=True):
 
 
 _Item = Row | Line | _Value
+
+Activity = tuple[tuple[int, ...], str]
+"""``waiting`` and ``place`` of an ``AliveLine``."""
 
 
 class TraceWriter:
@@ -99,7 +117,9 @@ class TraceWriter:
         self._clock = clock if clock is not None else MonotonicClock()
         self._max_pending_bytes = max_pending_bytes
         self._flush_interval_ns = int(flush_interval_s * 1e9)
-        self._flushed_ns = self._clock.now_ns()
+        self._flushed_ns = self._spoke_ns = self._clock.now_ns()
+        self._began_ns, self._hurried_ns, self._hurry = self._flushed_ns, 0, False
+        self._activity: Callable[[], Activity] | None = None
         self.rank = header.rank
         self._pid = os.getpid()
         self._queue: deque[_Item] = deque()
@@ -124,9 +144,15 @@ class TraceWriter:
 
     # Rows: the hot path.
 
-    def call(self, row: CallRow) -> None:
-        """Record a call that was issued."""
+    def call(self, row: CallRow, *, is_new: bool = False) -> None:
+        """Record a call that was issued.
+
+        With ``is_new`` it is on disk when this returns, if the disk is quick: a kind of call that was never
+        made before is the likeliest to abort the process, and that call is what the trace is then read for.
+        """
         self._put(row)
+        if is_new and not self._is_off():
+            self._hurry_up()
 
     def completion(self, row: CompletionRow) -> None:
         """Record the end of a call. Its results must have been stored before."""
@@ -200,19 +226,28 @@ class TraceWriter:
 
     # Life.
 
-    def flush(self) -> None:
-        """Return once all that was recorded before is on disk, or writing has failed."""
+    def watch(self, activity: Callable[[], Activity]) -> None:
+        """While nothing is recorded, write down now and then what ``activity()`` says of the program."""
+        self._activity = activity
+
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Return once all that was recorded before is on disk, or writing has failed, or at the latest after
+        ``timeout_s``."""
         if self._is_off():
             return
         with self._changed:
             self._flushes_asked += 1
             asked = self._flushes_asked
             self._wake()
-            self._changed.wait_for(lambda: self._flushes_done >= asked or self._is_off())
+            self._changed.wait_for(lambda: self._flushes_done >= asked or self._is_off(), timeout_s)
 
-    def close(self, exit_status: int | None) -> None:
-        """Write all that is left, mark the rank complete, end the thread. Later calls do nothing."""
-        self._finish(EndLine(time_ns=self._clock.now_ns(), exit_status=exit_status))
+    def close(self, exit_status: int | None, error: str = "", error_site: str = "") -> None:
+        """Write all that is left, mark the rank complete, end the thread. Later calls do nothing.
+
+        ``error`` and ``error_site`` as in ``EndLine``.
+        """
+        now_ns = self._clock.now_ns()
+        self._finish(EndLine(time_ns=now_ns, exit_status=exit_status, error=error, error_site=error_site))
         if self._thread.is_alive() and os.getpid() == self._pid:
             self._thread.join()
 
@@ -245,6 +280,18 @@ class TraceWriter:
         if len(queue) % FLUSH_ROWS == 0:
             self._wake_and_wait()
 
+    def _hurry_up(self) -> None:
+        """Flush, as long as all such flushes together cost next to nothing; else have one soon."""
+        began_ns = self._clock.now_ns()
+        allowed_ns = HURRY_ALLOWANCE_NS + (began_ns - self._began_ns) // HURRY_SHARE
+        if self._hurried_ns < allowed_ns:
+            self.flush(HURRY_WAIT_S)
+            self._hurried_ns += self._clock.now_ns() - began_ns
+        else:
+            with self._changed:
+                self._hurry = True
+                self._wake()  # it flushes now, or sleeps until it may
+
     def _wake(self) -> None:
         self._wake_asked = True
         self._changed.notify_all()
@@ -273,7 +320,7 @@ class TraceWriter:
         """Wait for work, write what is queued, and flush if that is due."""
         with self._changed:
             # woken for other reasons, it must not wait a whole interval again
-            due_in_ns = self._flushed_ns + self._flush_interval_ns - self._clock.now_ns()
+            due_in_ns = self._flushed_ns + self._due_after_ns() - self._clock.now_ns()
             self._changed.wait_for(lambda: self._wake_asked, timeout=max(0, due_in_ns) / 1e9)
             self._wake_asked = False
             end, asked = self._end, self._flushes_asked
@@ -282,11 +329,7 @@ class TraceWriter:
             if self._files.row_count >= FLUSH_ROWS:
                 self._flush()
         now_ns = self._clock.now_ns()
-        if (
-            end is not None
-            or asked > self._flushes_done
-            or now_ns - self._flushed_ns >= self._flush_interval_ns
-        ):
+        if end is not None or asked > self._flushes_done or now_ns - self._flushed_ns >= self._due_after_ns():
             self._flush()
         if end is not None:
             self._files.finish(now_ns)
@@ -296,6 +339,10 @@ class TraceWriter:
             self._flushes_done = asked
             self._closed = end is not None
             self._changed.notify_all()
+
+    def _due_after_ns(self) -> int:
+        """How long after the last flush the next is due."""
+        return min(HURRY_NS, self._flush_interval_ns) if self._hurry else self._flush_interval_ns
 
     def _write_item(self, item: _Item) -> None:
         if isinstance(item, _Value):
@@ -310,8 +357,13 @@ class TraceWriter:
             self._files.line(item)
 
     def _flush(self) -> None:
-        self._flushed_ns = self._clock.now_ns()
-        self._files.flush(self._flushed_ns)
+        self._flushed_ns, self._hurry = self._clock.now_ns(), False
+        if self._files.flush(self._flushed_ns):
+            self._spoke_ns = self._flushed_ns
+        elif self._activity is not None and self._flushed_ns - self._spoke_ns >= ALIVE_INTERVAL_NS:
+            waiting, place = self._activity()
+            self._files.line(AliveLine(time_ns=self._flushed_ns, waiting=waiting, place=place))
+            self._spoke_ns = self._flushed_ns
 
     def _fail(self, reason: str) -> None:
         """Stop writing, and say so in the journal if that is possible."""
