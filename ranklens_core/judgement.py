@@ -95,10 +95,11 @@ def make_verdict(
     memory: MemoryResult | None = None,
     estimates: Mapping[str, int] | None = None,
     on_mismatch: OnMismatch = OnMismatch.STOP,
+    clock: str = "",
 ) -> Verdict:
     """The verdict of a run; ``matcher`` and ``record`` are None for an emulation, ``times`` where no time
     was kept, ``memory`` where it was not watched. ``recorded_steps`` are in the clock that is kept.
-    ``estimates`` counts calls by the source of their estimated time."""
+    ``estimates`` counts calls by the source of their estimated time, ``clock`` is the recording's."""
     status, message = judge(replayer, matcher, len(lone.steps.done), lone.refused or error, on_mismatch)
     if times is None:
         steps, timing = untimed_steps(lone.steps.done, recorded_steps), TimingResult()
@@ -131,6 +132,7 @@ def make_verdict(
             result={source: replayer.provenance[source] for source in Result},
             time={source: replayer.delivery.times[source] for source in TimeSource},
             estimates=dict(estimates or {}),
+            clock=clock,
         ),
         steps=steps,
         timing=timing,

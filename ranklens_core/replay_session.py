@@ -23,7 +23,9 @@ from ranklens_core.timing.arrival import ArrivalTimer
 from ranklens_core.timing.estimate import Estimator
 from ranklens_core.timing.exposed import recorded_exposed
 from ranklens_core.timing.network import NetworkDescription, load_network
+from ranklens_core.timing.network_content import recorded_estimator
 from ranklens_core.timing.survivor import replay_timing
+from ranklens_core.timing.virtual import is_virtual
 from ranklens_core.trace import Trace
 from ranklens_core.verdict import Verdict
 
@@ -44,8 +46,8 @@ class ReplaySession:
         network: NetworkDescription | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """``network`` estimates the time of calls that were not recorded; UsageError where the task needs one
-        and none is known."""
+        """``network`` estimates the time of calls that were not recorded, and of all where the clock was
+        virtual (default: the recorded network); UsageError where the task needs one and none is known."""
         self.trace, self.task = trace, task
         self._rank_trace = trace.rank(rank)
         self.record: RankRecord = self._rank_trace.record
@@ -64,7 +66,8 @@ class ReplaySession:
         clock = PausableClock(clock or MonotonicClock())
         # before the program runs: planning a large trace takes seconds
         estimator = self._estimator(network) if task.keeps_time else None
-        self._timing = replay_timing(trace, rank) if task.keeps_time else None
+        other = estimator if network is not None else None
+        self._timing = replay_timing(trace, rank, other) if task.keeps_time else None
         if task.keeps_time and self.record.has_values:
             self._rank_trace.warm(WARM_BYTES)
         self._lone = LoneRank(
@@ -109,6 +112,8 @@ class ReplaySession:
         """For calls without a recorded time; None where every call must be as recorded."""
         if network is None and self._on_mismatch is OnMismatch.STOP:
             return None
+        if network is None and is_virtual(self.trace.run):
+            return recorded_estimator(self.trace.run.network_content)
         if network is None and (self.record.groups and "nccl" not in self.record.groups[0].backend):
             network = load_network("loopback")
         if network is None:
@@ -169,6 +174,7 @@ class ReplaySession:
             memory=self._memory.result(self.record.groups) if self._memory else None,
             estimates=self._network_time.sources if self._network_time else {},
             on_mismatch=self._on_mismatch,
+            clock=self.trace.run.clock if self._timing else "",
         )
         self._rank_trace.close()
         return self.verdict

@@ -70,11 +70,16 @@ class ValuesResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
-    """How many calls got their result, and their time, from where; the estimated times by their source."""
+    """How many calls got their result, and their time, from where; the estimated times by their source.
+
+    ``clock`` is the recording's, where its time was kept. With ``virtual`` the times that steps are compared
+    with are the simulated job's: estimated transfers on recorded compute.
+    """
 
     result: dict[str, int]
     time: dict[str, int]
     estimates: dict[str, int] = {}
+    clock: str = ""
 
 
 class StepParts(msgspec.Struct, frozen=True, kw_only=True):
@@ -273,9 +278,11 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
             return ["not asked for" if timing.lateness is None else "no step came to its end"]
         calls = ", ".join(f"{count} {source}" for source, count in self.provenance.time.items() if count)
         steps = f"a step takes {timing.step.replayed_ns / 1e6:.1f} ms"
+        virtual = self.provenance.clock == "virtual"
         if timing.mean_abs_error_pct is not None:
             steps = (
-                f"steps {timing.mean_abs_error_pct:.1f}% off the recorded on average, "
+                f"steps {timing.mean_abs_error_pct:.1f}% off the {'virtual' if virtual else 'recorded'} on "
+                "average, "
                 f"{timing.worst_abs_error_pct:.1f}% at worst"
             )
         parts = [
@@ -288,9 +295,11 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
             )
             if part
         ]
-        recorded = " (recorded)" if timing.step.recorded_ns is not None else ""
+        recorded = f" ({'virtual' if virtual else 'recorded'})" if timing.step.recorded_ns is not None else ""
         lines = [f"{steps}     calls: {calls}", f"median ms{recorded}: {', '.join(parts)}"]
-        if timing.estimated_pct:
+        if virtual:
+            lines.append("the virtual clock's times are estimated transfers on recorded compute (CPU time)")
+        elif timing.estimated_pct:
             lines.append(f"{timing.estimated_pct:.0f}% of the exposed communication is estimated")
         late = timing.lateness
         if late and late.count:

@@ -10,6 +10,7 @@ from ranklens_core.errors import UsageError
 
 if TYPE_CHECKING:
     from ranklens_core.schema import RunRecord
+    from ranklens_core.timing.network import NetworkDescription
 
 
 class Timing(NamedTuple):
@@ -29,9 +30,14 @@ WALL_TIME = Timing("wall")
 
 
 def timing_of(
-    clock: str, network: str | None, own_cores: tuple[int, ...], nproc: int | None, *, pin: bool
+    clock: str,
+    network: NetworkDescription | None,
+    own_cores: tuple[int, ...],
+    nproc: int | None,
+    *,
+    pin: bool,
 ) -> Timing:
-    """The options, which must go with each other; the network is read now.
+    """The options, which must go with each other; the network's logs are read now.
 
     Raises UsageError saying what to write instead.
     """
@@ -51,8 +57,6 @@ def timing_of(
         raise UsageError("--own-core is for local ranks (--nproc): elsewhere the launcher places the ranks.")
     if own_cores and pin:
         raise UsageError("--pin gives every rank a core, --own-core some of them: choose one.")
-    from ranklens_core.timing.network import load_network
     from ranklens_core.timing.network_content import network_content
 
-    description = load_network(network)
-    return Timing("virtual", description.name, network_content(description), own_cores)
+    return Timing("virtual", network.name, network_content(network), own_cores)

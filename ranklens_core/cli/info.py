@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
 from ranklens_core.cli.options import trace_argument
+from ranklens_core.errors import TraceError
 from ranklens_core.text import printable
 
 if TYPE_CHECKING:
     from ranklens_core.schema import RankRecord
     from ranklens_core.trace import Trace
+
+
+SHOWN_RANKS = 8
+"""Of how many ranks the step times are shown."""
 
 
 @click.command()
@@ -50,6 +56,8 @@ def summarise(trace: Trace, directory: Path) -> dict[str, Any]:
         "program": trace.run.program,
         "world_size": trace.world_size,
         "clock": trace.run.clock,
+        "network": trace.run.network,
+        "virtual": _virtual(trace),
         "cpu_cuda": trace.run.cpu_cuda,
         "versions": _versions(first),
         "ranks_recorded": len(ranks),
@@ -65,6 +73,46 @@ def summarise(trace: Trace, directory: Path) -> dict[str, Any]:
         "printed": {metric.name: metric.text for metric in first.printed} if first else {},
         "missing": [str(problem) for problem in trace.missing],
     }
+
+
+def _virtual(trace: Trace) -> dict[str, Any] | None:
+    """The timeline of a virtual clock: every rank's steps, what its transfers came from. None with a
+    wall clock; an unusable one says why in ``problem``."""
+    from ranklens_core.timing.virtual import is_virtual, virtual_job
+
+    if not is_virtual(trace.run):
+        return None
+    found: dict[str, Any] = {"provenance": "estimated transfers on recorded compute (CPU time)"}
+    try:
+        job = virtual_job(trace)
+    except TraceError as error:
+        return {**found, "problem": str(error)}
+    return {
+        **found,
+        "own_cores": list(trace.run.own_cores),
+        "transfers": dict(job.timeline.transfers),
+        "step_ns": {
+            rank: [step.end_ns - step.begin_ns for step in steps] for rank, steps in job.steps.items()
+        },
+    }
+
+
+def _virtual_lines(virtual: dict[str, Any], network: str) -> list[str]:
+    lines = [f"virtual time  {virtual['provenance']}, network {network}"]
+    if "problem" in virtual:
+        return [*lines, f"              not to be had: {virtual['problem']}"]
+    if virtual["own_cores"]:
+        lines.append(f"              a core of its own: rank {', '.join(map(str, virtual['own_cores']))}")
+    lines.extend(
+        f"              transfers: {count} {source}" for source, count in virtual["transfers"].items()
+    )
+    # the first step warms up
+    medians = {rank: median(steps[1:] or steps) / 1e6 for rank, steps in virtual["step_ns"].items() if steps}
+    shown = [f"rank {rank} {value:.1f}" for rank, value in list(medians.items())[:SHOWN_RANKS]]
+    if shown:
+        more = f" and {len(medians) - SHOWN_RANKS} more (--json)" if len(medians) > SHOWN_RANKS else ""
+        lines.append(f"              median step, ms: {', '.join(shown)}{more}")
+    return lines
 
 
 def _versions(record: RankRecord | None) -> dict[str, str]:
@@ -97,6 +145,8 @@ def _words(summary: dict[str, Any]) -> str:
         f"calls         {summary['calls']}, training {summary['training_calls']}, {summary['steps']} steps",
         f"operators     {', '.join(f'{op} {count}' for op, count in summary['ops'].items())}",
     ]
+    if summary["virtual"] is not None:
+        lines.extend(_virtual_lines(summary["virtual"], summary["network"]))
     lines.extend(_group_lines(summary["groups"]))
     lines.extend(f"missing       {text}" for text in summary["missing"])
     return "\n".join(lines)

@@ -13,7 +13,9 @@ import click
 from ranklens_core.cli.clock import WALL_TIME, Timing, timing_of
 from ranklens_core.cli.options import (
     DEFAULT_OUT,
+    bandwidth_option,
     cpu_option,
+    network_option,
     parse_ranks,
     parse_steps,
     program_argument,
@@ -59,11 +61,8 @@ if TYPE_CHECKING:
     help="virtual: times are computed from each rank's own compute and --network, so that more ranks than "
     "cores can be recorded.",
 )
-@click.option(
-    "--network",
-    metavar="NAME|FILE",
-    help="With --clock virtual: the network that transfers are estimated for.",
-)
+@network_option
+@bandwidth_option
 @click.option(
     "--own-core",
     callback=parse_ranks,
@@ -82,6 +81,7 @@ def command(
     pin: bool,
     clock: str,
     network: str | None,
+    bandwidth: float,
     own_core: tuple[int, ...],
     cpu: bool,
     program: tuple[str, ...],
@@ -95,9 +95,10 @@ def command(
     """
     from ranklens_core.hash_seed import fix_hash_seed
     from ranklens_core.program import Program
+    from ranklens_core.timing.network import network_named
 
     parsed = Program.parse(program)
-    timing = timing_of(clock, network, own_core, nproc, pin=pin)
+    timing = timing_of(clock, network_named(network, bandwidth), own_core, nproc, pin=pin)
     fix_hash_seed()
     if nproc is not None:
         status = record_local(

@@ -8,6 +8,7 @@ from ranklens_core.schema import Step
 from ranklens_core.timing.align import join_trace
 from ranklens_core.timing.arrival import ArrivalPlan, plan_arrivals
 from ranklens_core.timing.binding import bind
+from ranklens_core.timing.estimate import Estimator
 from ranklens_core.timing.ranklog import RankLog
 from ranklens_core.timing.virtual import is_virtual, virtual_job
 from ranklens_core.trace import Trace
@@ -23,11 +24,13 @@ class ReplayTiming(NamedTuple):
     virtual: bool
 
 
-def replay_timing(trace: Trace, rank: int) -> ReplayTiming:
-    """The times that ``rank`` is to keep; KeyError if it was not recorded, else as reading, planning and
-    ``virtual_job`` raise."""
+def replay_timing(trace: Trace, rank: int, network: Estimator | None = None) -> ReplayTiming:
+    """The times that ``rank`` is to keep; of a virtual clock, on another ``network`` if one is given.
+
+    KeyError if it was not recorded, else as reading, planning and ``virtual_job`` raise.
+    """
     if is_virtual(trace.run):
-        job = virtual_job(trace)
+        job = virtual_job(trace, network)
         plan = plan_arrivals(job.joined, job.binding, rank)
         return ReplayTiming(plan, job.log(rank), job.steps[rank], virtual=True)
     joined, _ = join_trace(trace)

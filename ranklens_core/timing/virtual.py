@@ -18,6 +18,7 @@ import numpy as np
 from ranklens_core.errors import TraceError
 from ranklens_core.schema import RunRecord, Step
 from ranklens_core.timing.binding import Binding, bound_at
+from ranklens_core.timing.estimate import Estimator
 from ranklens_core.timing.join import Joined
 from ranklens_core.timing.network_content import recorded_estimator
 from ranklens_core.timing.ranklog import NO_TIME, RankLog
@@ -60,8 +61,8 @@ class VirtualJob:
         raise KeyError(rank)
 
 
-def virtual_job(trace: Trace) -> VirtualJob:
-    """The timeline of a trace recorded with a virtual clock.
+def virtual_job(trace: Trace, estimator: Estimator | None = None) -> VirtualJob:
+    """The timeline of a trace recorded with a virtual clock; ``estimator`` is another network than recorded.
 
     Own compute is the CPU time of the threads that communicate, with RankLens' own work left out. It counts
     for a rank with a core of its own too: its wall time would have in it whatever else ran on that core,
@@ -70,8 +71,7 @@ def virtual_job(trace: Trace) -> VirtualJob:
     Raises TraceError for calls on devices other than the CPU, TraceDamagedError for a network
     that is none, else as reading and simulating do.
     """
-    estimator = recorded_estimator(trace.run.network_content)
-    timeline = virtual_timeline(trace, estimator)
+    timeline = virtual_timeline(trace, estimator or recorded_estimator(trace.run.network_content))
     joined = timeline.simulation.joined
     _check_devices(joined)
     in_time = in_virtual_time(timeline.simulation)
