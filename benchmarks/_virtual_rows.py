@@ -1,5 +1,5 @@
-"""Rows of ``timing_error.py`` for jobs of 8 to 64 ranks: recorded with the virtual clock, one rank on a core of
-its own, that rank then replayed alone in real time against the virtual timeline."""
+"""Rows of ``timing_error.py`` for jobs of 8 to 64 ranks: recorded with the virtual clock, one rank on a core
+of its own, that rank then replayed alone in real time against the virtual timeline."""
 
 from __future__ import annotations
 
