@@ -161,9 +161,7 @@ class InTime:
         sleep is enough (a sleep costs more than the rest of such a call)."""
         fill()
         if is_profiling():
-            self._hold(
-                subject, due, arrival_ns, lambda: self._engine.arrive_at(due.due_ns), self._own.leave
-            )
+            self._hold(subject, due, arrival_ns, lambda: self._engine.arrive_at(due.due_ns), self._own.leave)
             self._engine.sleep_until(due.due_ns + after_ns)
             return
         free_ns = due.due_ns + after_ns

@@ -115,8 +115,8 @@ class Excluded:
     """RankLens' work counts as no time.
 
     What it takes in calls that do not hold the program is made up for in the next that does: that one counts
-    as made earlier by as much. What a call or wait is too short to make up for, the clock is set back by. Only
-    CPU time that RankLens used is made up for, not a busy machine.
+    as made earlier by as much. By what a call or wait is too short to make up for, the clock is set back.
+    Only CPU time that RankLens used is made up for, not a busy machine.
     """
 
     def __init__(self, clock: PausableClock) -> None:
