@@ -14,6 +14,7 @@ from typing import Protocol
 
 from torch._C._distributed_c10d import ProcessGroup
 
+from ranklens_core.c10d.peers import Peers
 from ranklens_core.import_hook import ImportHook
 from ranklens_core.steps import Steps
 
@@ -38,8 +39,8 @@ class Adapter(Protocol):
         """What the framework uses each of its groups for, as far as they exist now."""
         ...
 
-    def believe_peers(self) -> None:
-        """No peer is real: checks that all ranks have the same communicate as before, and pass."""
+    def believe_peers(self, peers: Peers) -> None:
+        """No peer is real: tell ``peers`` what only the framework knows of them, shapes and sizes."""
         ...
 
     def remove(self) -> None:
@@ -51,13 +52,13 @@ class Adapters:
     """The adapters of the frameworks this program imports.
 
     ``strict``: an adapter that cannot be put in is an error (replay). Otherwise (recording) it is
-    logged, and the program goes on with steps from its optimizer and groups without roles. ``emulated``:
-    results are made up, see ``Adapter.believe_peers``.
+    logged, and the program goes on with steps from its optimizer and groups without roles. ``peers``
+    is given where results are made up, see ``Adapter.believe_peers``.
     """
 
-    def __init__(self, steps: Steps, *, strict: bool, emulated: bool = False) -> None:
+    def __init__(self, steps: Steps, *, strict: bool, peers: Peers | None = None) -> None:
         self._steps = steps
-        self._emulated = emulated
+        self._peers = peers
         self._strict = strict
         self.active: list[Adapter] = []
         self._hook = ImportHook({name: self._put_in(module) for name, module in ADAPTERS.items()})
@@ -67,8 +68,8 @@ class Adapters:
             try:
                 adapter: Adapter = importlib.import_module(module).Adapter(self._steps)
                 self.active.append(adapter)
-                if self._emulated:
-                    adapter.believe_peers()
+                if self._peers is not None:
+                    adapter.believe_peers(self._peers)
             except Exception as error:
                 if self._strict:
                     raise

@@ -146,6 +146,7 @@ class PausableClock:
         self._clock = clock
         self._pace = _Pace(0, None)
         self._depth = 0
+        self._set_back_ns = 0
         self._holder: int | None = None
         self._changed = threading.Condition()
         self.thread_cpu_ns = clock.thread_cpu_ns
@@ -155,15 +156,22 @@ class PausableClock:
     @property
     def lost_ns(self) -> int:
         """How long all pauses together were."""
-        return self._pace.lost_ns
+        return self._pace.lost_ns - self._set_back_ns
 
     def now_ns(self) -> int:
-        """Never goes back: a pause that began or ended while this looked makes it look again."""
+        """Goes back only where it is set back: a pause that began or ended while this looked makes it look
+        again."""
         while True:
             pace = self._pace
             now_ns = self._clock.now_ns() - pace.lost_ns if pace.paused_ns is None else pace.paused_ns
             if self._pace is pace:
                 return now_ns
+
+    def set_back(self, by_ns: int) -> None:
+        """The last ``by_ns`` count as no time: for work of our own that the program is not to notice."""
+        with self._changed:
+            self._set_back_ns += by_ns
+            self._pace = self._pace._replace(lost_ns=self._pace.lost_ns + by_ns)
 
     def pause(self) -> None:
         """Stand still until as many calls of ``resume``."""

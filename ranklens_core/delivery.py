@@ -45,6 +45,10 @@ class Delivery(Protocol):
         """The Work of ``call``, None where it has none. ``record`` is None for a call without one."""
         ...
 
+    def batch(self, works: list[Work], device: torch.device) -> Work:
+        """The Work of a coalescing batch whose calls have ``works``."""
+        ...
+
     def before_wait(self, work: Work) -> None:
         """The program waits for ``work``."""
         ...
@@ -63,6 +67,10 @@ class AtOnce:
 
     def __init__(self) -> None:
         self.times: Counter[str] = Counter()
+
+    def batch(self, works: list[Work], device: torch.device) -> Work:
+        """All of them are over."""
+        return completed_work([], device)
 
     def before_wait(self, work: Work) -> None:
         """Nothing to wait for."""

@@ -62,9 +62,9 @@ class EmulateSession:
             world_size,
             local_rank=rank % per_node,
             local_world_size=per_node,
-            backend="",
+            backend=None,
             clock=pausable,
-            emulated=True,
+            makes_up=True,
             on_step_begin=self._on_step_begin,
             on_step_end=self._on_step_end,
         )
@@ -85,7 +85,15 @@ class EmulateSession:
                 )
                 delivery, self._times = keeper.delivery, keeper.times
             self._replayer = Replayer(
-                None, None, task, lone.signatures, lone.sites, lone.steps, lone.made, delivery
+                None,
+                None,
+                task,
+                lone.signatures,
+                lone.sites,
+                lone.steps,
+                lone.made,
+                lone.synthesiser,
+                delivery,
             )
             if self._memory is not None:
                 self._memory.ready()

@@ -6,6 +6,7 @@ it pending until then, futures and their callbacks run then, outputs change only
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ from ranklens_core.c10d.call import Call
 from ranklens_core.c10d.ops import Kind, Returns
 from ranklens_core.c10d.signature import Interned
 from ranklens_core.c10d.work import FINISHED, AnySourceWork, new_future, storage_of
-from ranklens_core.clock import Clock
+from ranklens_core.clock import PausableClock
 from ranklens_core.completion.cpu import Completion, CpuEngine
 from ranklens_core.delivery import Fill, TimeSource
 from ranklens_core.errors import TraceIncompleteError
@@ -77,7 +78,7 @@ class InTime:
     def __init__(
         self,
         engine: CpuEngine,
-        clock: Clock,
+        clock: PausableClock,
         timer: ArrivalTimer | None,
         transfer: Transfer | None,
         *,
@@ -96,6 +97,7 @@ class InTime:
         self._due_ns: dict[int, int] = {}
         self._held: list[_Held] = []
         self._group_due_ns: dict[str, int] = {}
+        self._batches: weakref.WeakKeyDictionary[Work, list[Work]] = weakref.WeakKeyDictionary()
         self._works: weakref.WeakKeyDictionary[Work, _Flight] = weakref.WeakKeyDictionary()
         self._flight_of_storage: dict[int, _Flight] = {}
         self._spans = Spans(groups or {})
@@ -118,19 +120,40 @@ class InTime:
         due = self._due(call, interned, entry, arrival_ns)
         subject = Subject(call.operator.name, interned, record)
         if due is not None and not call.is_async:
-            after_ns = self._own.after_ns(record)
-            self._block(subject, due, fill, arrival_ns, after_ns)
-            self._own.leave(due.due_ns + after_ns)
+            self._block(subject, due, fill, arrival_ns, self._own.after_ns(record))
             return None if call.operator.returns is Returns.NOTHING else FINISHED
         work = self._asynchronous(call, subject, fill, entry, arrival_ns, due)
         if arrival_ns - self._now_ns() > MAX_AHEAD_NS:
             self._engine.sleep_until(arrival_ns)
-        self._own.leave(arrival_ns)
+        self._own.pass_by(arrival_ns)
         return work
+
+    def batch(self, works: list[Work], device: torch.device) -> Work:
+        """See ``Delivery``: complete when the last of ``works`` is."""
+        future = new_future(device)
+        batch: Work = _create_work_from_future(future)
+        left = len(works)
+        lock = threading.Lock()
+
+        def one_done(_: object) -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+                last = left == 0
+            if last:
+                future.set_result([])
+
+        for work in works:
+            work.get_future().add_done_callback(one_done)
+        if not works:
+            future.set_result([])
+        self._batches[batch] = works
+        return batch
 
     def before_wait(self, work: Work) -> None:
         """Wait for the result of ``work`` in the program's own thread."""
-        self._wait(self._works.get(work))
+        for member in self._batches.get(work, (work,)):
+            self._wait(self._works.get(member))
 
     def before_wait_tensor(self, tensor: torch.Tensor) -> None:
         """As ``before_wait``, for the call that ``tensor`` is a result of."""
@@ -141,26 +164,41 @@ class InTime:
         sleep is enough (a sleep costs more than the rest of such a call)."""
         fill()
         if is_profiling():
-            self._hold(subject, due, arrival_ns, lambda: self._engine.arrive_at(due.due_ns))
+            self._hold(subject, due, arrival_ns, lambda: self._engine.arrive_at(due.due_ns), self._own.leave)
             self._engine.sleep_until(due.due_ns + after_ns)
             return
-        self._engine.arrive_at(due.due_ns + after_ns)
+        free_ns = due.due_ns + after_ns
+        self._engine.sleep_until(free_ns)
+        left_ns = self._own.leave(free_ns)
+        self._engine.note_late(left_ns - free_ns)
         estimated = due.source is TimeSource.ESTIMATED
-        self.exposed.add(
-            arrival_ns, due.ready_ns, max(arrival_ns, self._now_ns() - after_ns), estimated=estimated
-        )
+        self.exposed.add(arrival_ns, due.ready_ns, max(arrival_ns, left_ns - after_ns), estimated=estimated)
 
     def _wait(self, flight: _Flight | None) -> None:
         if flight is None:
             return
         begin_ns = self._own.wait_begin_ns(self._own.enter())
-        if flight.completion.done_ns is None:
-            self._hold(flight.subject, flight.due, begin_ns, lambda: self._engine.wait_for(flight.completion))
-        self._own.leave_wait(max(begin_ns, flight.due.due_ns))
+        if flight.completion.done_ns is not None:
+            self._own.leave_wait(max(begin_ns, flight.due.due_ns))
+            return
+        self._hold(
+            flight.subject,
+            flight.due,
+            begin_ns,
+            lambda: self._engine.wait_for(flight.completion),
+            self._own.leave_wait,
+        )
 
-    def _hold(self, subject: Subject, due: Due, begin_ns: int, until_due: Callable[[], None]) -> None:
+    def _hold(
+        self,
+        subject: Subject,
+        due: Due,
+        begin_ns: int,
+        until_due: Callable[[], None],
+        leave: Callable[[int], int],
+    ) -> None:
         """The program is held by a call from ``begin_ns`` on: ``until_due()`` returns when the result is
-        there."""
+        there, ``leave(due_ns)`` tells when the program goes on."""
         if is_profiling():
             with self._spans.communication(subject, due.source):
                 if due.ready_ns > begin_ns:
@@ -170,8 +208,9 @@ class InTime:
                     until_due()
         else:
             until_due()
+        left_ns = max(begin_ns, leave(max(begin_ns, due.due_ns)))
         estimated = due.source is TimeSource.ESTIMATED
-        self.exposed.add(begin_ns, due.ready_ns, self._now_ns(), estimated=estimated)
+        self.exposed.add(begin_ns, due.ready_ns, left_ns, estimated=estimated)
 
     def close(self) -> None:
         """Deliver what nobody waited for."""

@@ -76,7 +76,8 @@ def _made_up(replayer: Replayer) -> str:
     if not replayer.guessed:
         return ""
     return (
-        f" (The integers of {replayer.guessed} were made up: no peer was there to send them. If the "
+        f" ({replayer.guessed[:1].upper()}{replayer.guessed[1:]} were made up: no peer was there to send "
+        "them. If the "
         "program failed over them, record a small job and replay that.)"
     )
 

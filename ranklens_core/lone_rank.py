@@ -13,8 +13,11 @@ from ranklens_core.adapters import TIMER_FILES, Adapters
 from ranklens_core.c10d.groups import Groups
 from ranklens_core.c10d.interpose import install
 from ranklens_core.c10d.patience import Patience
+from ranklens_core.c10d.peers import Peers
 from ranklens_core.c10d.signature import Signatures
 from ranklens_core.c10d.site import Sites
+from ranklens_core.c10d.synthesise import Synthesiser
+from ranklens_core.c10d.unwritten import Unwritten
 from ranklens_core.c10d.world import OneRankWorld, let_fake_groups_coalesce
 from ranklens_core.clock import Clock
 from ranklens_core.errors import UnsupportedError
@@ -34,7 +37,8 @@ class LoneRank:
     """Installs everything but the replayer; ``start`` does that, ``undo`` takes all of it back.
 
     ``local_world_size`` is how many ranks the job has on this rank's host; ``backend`` is the real
-    job's, ``""`` if unknown. ``emulated`` says that nothing was recorded.
+    job's, None if the program is the first to say it. ``makes_up`` says that results will be made up: then
+    fresh buffers are zero, and frameworks compare this rank with itself where they compare ranks.
     ``on_step_begin`` is told that the first step begins, ``on_step_end`` that one
     is over. ``refused`` is the error of what the program did that nobody can stand in for (wait for a peer's
     word in a Store, replace itself), also where it caught that error. Raises ``UsageError`` if the
@@ -48,9 +52,9 @@ class LoneRank:
         *,
         local_rank: int,
         local_world_size: int,
-        backend: str,
+        backend: str | None,
         clock: Clock,
-        emulated: bool = False,
+        makes_up: bool = False,
         on_step_end: Callable[[Step], None],
         on_step_begin: Callable[[], None] = lambda: None,
     ) -> None:
@@ -75,7 +79,9 @@ class LoneRank:
             self.groups = Groups(self._keep_group)
             self.patches.on_undo(self.groups.close)
             self.steps = Steps(clock, on_step_begin, on_step_end)
-            self.adapters = Adapters(self.steps, strict=False, emulated=emulated)
+            peers = Peers()
+            self.synthesiser = Synthesiser(peers, Unwritten(self.patches) if makes_up else None)
+            self.adapters = Adapters(self.steps, strict=False, peers=peers if makes_up else None)
             self.patches.on_undo(self.adapters.remove)
             self.signatures = Signatures(self.groups, None, lambda _: None)
         except BaseException:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from typing import Protocol
 
-from ranklens_core.clock import Clock
+from ranklens_core.clock import Clock, PausableClock
 from ranklens_core.schema import CallRecord
 
 
@@ -33,12 +33,17 @@ class OwnWork(Protocol):
         """When the wait that was entered at ``entered_ns`` counts as begun."""
         ...
 
-    def leave(self, due_ns: int) -> None:
-        """The program goes on from a call; it was to do so at ``due_ns``."""
+    def leave(self, due_ns: int) -> int:
+        """The program goes on from a call that held it; it was to do so at ``due_ns``. The time that it is
+        then, ns."""
         ...
 
-    def leave_wait(self, due_ns: int) -> None:
-        """The program goes on from a wait; it was to do so at ``due_ns``."""
+    def leave_wait(self, due_ns: int) -> int:
+        """As ``leave``, from a wait."""
+        ...
+
+    def pass_by(self, due_ns: int) -> None:
+        """The program goes on from a call that did not hold it; it was to do so at ``due_ns``."""
         ...
 
 
@@ -86,17 +91,24 @@ class Recorded:
         """See ``OwnWork``."""
         return entered_ns + self._thread.ahead_ns
 
-    def leave(self, due_ns: int) -> None:
+    def leave(self, due_ns: int) -> int:
+        """See ``OwnWork``."""
+        self.pass_by(due_ns)
+        return self._now_ns()
+
+    def leave_wait(self, due_ns: int) -> int:
+        """See ``OwnWork``. A busy machine makes late too: only CPU time that RankLens used is made up for."""
+        thread = self._thread
+        now_ns = self._now_ns()
+        used_ns = self._cpu_ns() - thread.entered_cpu_ns
+        thread.ahead_ns = max(due_ns - now_ns, min(thread.ahead_ns, 0) - used_ns)
+        return now_ns
+
+    def pass_by(self, due_ns: int) -> None:
         """See ``OwnWork``."""
         self.leave_wait(due_ns)
         thread = self._thread
         thread.left_ns, thread.left_cpu_ns = self._now_ns(), self._cpu_ns()
-
-    def leave_wait(self, due_ns: int) -> None:
-        """See ``OwnWork``. A busy machine makes late too: only CPU time that RankLens used is made up for."""
-        thread = self._thread
-        used_ns = self._cpu_ns() - thread.entered_cpu_ns
-        thread.ahead_ns = max(due_ns - self._now_ns(), min(thread.ahead_ns, 0) - used_ns)
 
     def _missing_delay_ns(self, entered_ns: int, record: CallRecord | None) -> int:
         """By how much longer the recorded thread waited for a core since its last call than this one waited
@@ -123,11 +135,13 @@ class _Behind(threading.local):
 class Excluded:
     """RankLens' work counts as no time.
 
-    What it takes in calls that do not hold the program is made up for in the next that do: these count as
-    made earlier by as much. Only CPU time that RankLens used is made up for, not a busy machine.
+    What it takes in calls that do not hold the program is made up for in the next that does: that one counts
+    as made earlier by as much. By what a call or wait is too short to make up for, the clock is set back.
+    Only CPU time that RankLens used is made up for, not a busy machine.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: PausableClock) -> None:
+        self._clock = clock
         self._now_ns = clock.now_ns
         self._cpu_ns = clock.thread_cpu_ns
         self._thread = _Behind()
@@ -149,10 +163,20 @@ class Excluded:
         """See ``OwnWork``."""
         return entered_ns - self._thread.behind_ns
 
-    def leave(self, due_ns: int) -> None:
+    def pass_by(self, due_ns: int) -> None:
         """See ``OwnWork``."""
-        thread = self._thread
-        most_ns = thread.behind_ns + self._cpu_ns() - thread.entered_cpu_ns
-        thread.behind_ns = min(max(0, self._now_ns() - due_ns), most_ns)
+        self._thread.behind_ns = self._late_ns(due_ns)
+
+    def leave(self, due_ns: int) -> int:
+        """See ``OwnWork``."""
+        self._clock.set_back(self._late_ns(due_ns))
+        self._thread.behind_ns = 0
+        return self._now_ns()
 
     leave_wait = leave
+
+    def _late_ns(self, due_ns: int) -> int:
+        """How late it is because of RankLens' own work."""
+        thread = self._thread
+        most_ns = thread.behind_ns + self._cpu_ns() - thread.entered_cpu_ns
+        return min(max(0, self._now_ns() - due_ns), most_ns)

@@ -77,6 +77,11 @@ class ReplaySession:
             local_world_size=sum(other.host == self.record.host for other in trace.ranks.values()),
             backend=self.record.groups[0].backend if self.record.groups else "",
             clock=clock,
+            makes_up=(
+                task.result is Result.SYNTHESISED
+                or self._on_mismatch is OnMismatch.ESTIMATE
+                or not self.record.has_values
+            ),
             on_step_begin=self._on_step_begin,
             on_step_end=self._on_step_end,
         )
@@ -98,6 +103,7 @@ class ReplaySession:
                 self._lone.sites,
                 self._lone.steps,
                 groups,
+                self._lone.synthesiser,
                 self._delivery(clock, estimator, exact=self._on_mismatch is OnMismatch.STOP),
                 self._memory.restored if self._memory else None,
             )

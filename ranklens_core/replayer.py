@@ -19,7 +19,7 @@ from ranklens_core.c10d.signature import Interned, Signatures, located
 from ranklens_core.c10d.site import Sites
 from ranklens_core.c10d.synthesise import Synthesiser
 from ranklens_core.c10d.values import tensor_bytes, write_bytes
-from ranklens_core.c10d.work import FINISHED, Handles, completed_work
+from ranklens_core.c10d.work import FINISHED, Handles
 from ranklens_core.check.structure import describe
 from ranklens_core.check.values import ValueScore
 from ranklens_core.delivery import AtOnce, Delivery, Fill
@@ -52,6 +52,7 @@ class Replayer:
         sites: Sites,
         steps: Steps,
         groups: Mapping[str, GroupRecord],
+        synthesiser: Synthesiser,
         delivery: Delivery | None = None,
         on_restored: Callable[[int], None] | None = None,
     ) -> None:
@@ -65,14 +66,15 @@ class Replayer:
         self._groups = groups
         self.delivery = delivery or AtOnce()
         self._on_restored = on_restored
-        self.synthesiser = Synthesiser()
+        self.synthesiser = synthesiser
         self._handles = Handles()
+        self._batches: dict[ProcessGroup, list[tuple[Work, torch.device]]] = {}
         self._failures = RecordedFailures()
         self._lock = threading.Lock()
         self.scores = ValueScore()
         self.provenance: Counter[str] = Counter()
         self.guessed = ""
-        """Where integers were made up first that a program may take for sizes or indices."""
+        """Which integers or objects were made up first that a program may fail over."""
         self.replayed = 0
         self.fatal: RankLensError | None = None
 
@@ -93,6 +95,9 @@ class Replayer:
         work = self.delivery.deliver(call, interned, record, fill, entered_ns)
         if work is None or work is FINISHED:
             return work
+        batch = self._batches.get(call.pg)
+        if batch is not None:
+            batch.append((work, call.device))
         return self._handles.track(work, self.replayed)
 
     def on_wait(self, work: Work, wait: Callable[[], bool]) -> bool:
@@ -112,12 +117,15 @@ class Replayer:
         return wait()
 
     def start_batch(self, pg: ProcessGroup) -> None:
-        """Batches need no care: each of their calls completes by itself."""
+        """The Works of the calls up to ``end_batch`` go nowhere: the batch's own stands for them."""
+        self._batches[pg] = []
 
     def end_batch(self, pg: ProcessGroup, proceed: Proceed) -> Work | None:
-        """The Work of a batch whose calls are all complete."""
-        work = proceed()
-        return work if work is not None else completed_work([], pg._device_types[0])
+        """A Work that is complete when all calls of the batch are."""
+        proceed()
+        batch = self._batches.pop(pg, [])
+        device = batch[-1][1] if batch else torch.device("cpu")
+        return self.delivery.batch([work for work, _ in batch], device)
 
     def _find(self, call: Call) -> tuple[Interned, CallRecord | None]:
         """The call's record, its inputs compared."""
@@ -135,9 +143,10 @@ class Replayer:
         if record is None or not self._restores or self._lacks_values(call, record):
             self.provenance[Result.SYNTHESISED] += 1
             self._check_knowable(call)
-            set_up = self._steps.phase is Phase.SETUP
-            return lambda: self.synthesiser.fill(call, set_up=set_up)
+            return self.synthesiser.filling(call, set_up=self._steps.phase is Phase.SETUP)
         assert self._trace is not None
+        if call.operator.kind is Kind.SEND and self._task.falls_back:
+            self.synthesiser.peers.note_sent(call)  # a message to come may have to be made up
         self.provenance[Result.RECORDED] += 1
         if was_survived(record, self._trace.record):
             return None
@@ -145,18 +154,24 @@ class Replayer:
 
     def _check_knowable(self, call: Call) -> None:
         """Raise UnsupportedError for a result that cannot be made up; remember one that is a guess."""
-        if not self.synthesiser.guesses(call):
+        guesses = self.synthesiser.guesses(call)
+        pickled = bool(call.outputs) and call.outputs[0].dtype is torch.uint8
+        if not guesses and not pickled:
             return
         site = self._sites.find()
         place = f"{call.operator.op} at {site.program_site or site.site}"
         is_object = site.purpose is Purpose.OBJECT
-        if is_object or call.operator.kind is Kind.RECV:
+        if not guesses:
+            if is_object:  # gathered: each peer's is this rank's own
+                self.guessed = self.guessed or f"the objects of {place}"
+            return
+        if is_object or self.synthesiser.cannot_know(call):
             raise UnsupportedError(
                 f"{place} receives {'an object' if is_object else 'integers'} that another rank alone knows, "
                 "and nothing was recorded. Record the job, at a small size if need be (ranklens record "
                 "--nproc N), and replay a rank of that; or emulate the rank that sends it."
             )
-        self.guessed = self.guessed or place
+        self.guessed = self.guessed or f"the integers of {place}"
 
     def _lacks_values(self, call: Call, record: CallRecord) -> bool:
         """Whether the call ended well, but its results were not kept, and the task takes others."""

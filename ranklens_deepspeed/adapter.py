@@ -12,12 +12,13 @@ import torch.distributed as dist
 from deepspeed.comm import torch as torch_backend
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.utils import groups
 from torch._C._distributed_c10d import ProcessGroup
 
+from ranklens_core.c10d.peers import Peers
 from ranklens_core.patches import Patches
 from ranklens_core.steps import Steps
+from ranklens_deepspeed.uniform import UniformPeers
 
 GLOBAL_ROLES = {
     "_WORLD_GROUP": "world",
@@ -66,34 +67,10 @@ class Adapter:
                 roles.append(role)
         return {pg: "+".join(roles) for pg, roles in found.items()}
 
-    def believe_peers(self) -> None:
-        """ZeRO-3 compares lists of parameters with rank 0's: those are taken to be this rank's own. And
-        nobody is there to share memory with, for which DeepSpeed would compile an extension first."""
-
-        def same_length(original: Callable[[list[int]], None]) -> Callable[[list[int]], None]:
-            @functools.wraps(original)
-            def patched(lst: list[int]) -> None:
-                try:
-                    original(lst)
-                except RuntimeError as error:
-                    if "Detected a disagreement" not in str(error):
-                        raise
-
-            return patched
-
-        def own_list(original: Callable[[list[int]], list[int]]) -> Callable[[list[int]], list[int]]:
-            @functools.wraps(original)
-            def patched(lst: list[int]) -> list[int]:
-                original(lst)
-                return lst
-
-            return patched
-
-        for name, patch in (
-            ("assert_lst_len_same_as_other_ranks", same_length),
-            ("get_lst_from_rank0", own_list),
-        ):
-            self._patches.set(zero_utils, name, patch(getattr(zero_utils, name)))
+    def believe_peers(self, peers: Peers) -> None:
+        """See ``uniform.py``. And nobody is there to share memory with, for which DeepSpeed would compile an
+        extension first."""
+        UniformPeers(peers, self._patches)
         self._patches.set(torch_backend, "build_shm_op", lambda: None)
 
     def remove(self) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel import p2p_communication, schedules
 from torch._C._distributed_c10d import ProcessGroup
 
+from ranklens_core.c10d.peers import Peers
 from ranklens_core.patches import Patches
 from ranklens_core.steps import Steps
 
@@ -78,8 +81,12 @@ class Adapter:
                     found[pg] = f"{found[pg]}+{role}" if pg in found else role
         return found
 
-    def believe_peers(self) -> None:
-        """Megatron compares nothing between ranks unless it is asked to."""
+    def believe_peers(self, peers: Peers) -> None:
+        """With variable sequence lengths stages tell each other shapes: that of the micro-batch."""
+        communicator = getattr(p2p_communication, "P2PCommunicator", None)
+        if communicator is not None:
+            wrapped = _telling_shapes(communicator._communicate, peers)
+            self._patches.set(communicator, "_communicate", wrapped)
 
     def remove(self) -> None:
         """Leave Megatron as it was. Idempotent."""
@@ -120,6 +127,16 @@ class Adapter:
             return result
 
         return patched
+
+
+def _telling_shapes(communicate: Callable[..., Any], peers: Peers) -> Callable[..., Any]:
+    @functools.wraps(communicate)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        shape = kwargs.get("tensor_shape")
+        with peers.sending(torch.tensor(shape)) if shape else nullcontext():
+            return communicate(*args, **kwargs)
+
+    return patched
 
 
 def role_named(name: str) -> str:

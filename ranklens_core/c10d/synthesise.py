@@ -2,155 +2,198 @@
 finite inputs, the same in every run; whoever uses them labels them ``synthesised``.
 
 What this rank would send is what it gets: a sum is its own part times the ranks, a gather copies of it, a
-broadcast its own tensor. Where it has nothing of its own to go by, floating-point numbers are noise and
-integers are zeros, or what it sent itself.
+broadcast its own tensor, a message what it sends of that shape. Where it has nothing of its own to go by,
+floating-point numbers are noise and integers are zeros.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ranklens_core.c10d.call import Call
+from ranklens_core.c10d.noise import Noise
 from ranklens_core.c10d.ops import Kind
+from ranklens_core.c10d.peers import NOISE_SCALE, Peers, is_floating
+from ranklens_core.c10d.unwritten import Unwritten
 from ranklens_core.schema import NO_PEER
 
-NOISE_SCALE = 0.02
-"""Standard deviation of received activations nobody knows: the usual initial weight scale of GPTs."""
+__all__ = ["NOISE_SCALE", "Synthesiser"]
 
-SANE = 1e4
-"""A tensor with larger numbers than this (or none at all) is taken for memory nobody has written to."""
+Write = Callable[[], None]
+
+APART = 40_503
+"""How far apart in the noise the tensors of one call begin."""
+
+SANE = 1e30
+"""A tensor with larger numbers than this is taken for memory nobody has written to."""
 
 SMALL_NUMEL = 64
-"""Integers in tensors up to this are more often sizes and flags than data."""
+"""A sum over so few numbers is more often a count or a flag than a parameter."""
 
-_MULTIPLE = frozenset({"sum", "premul_sum"})
+_REDUCES = frozenset({"all_reduce", "all_reduce_coalesced", "reduce"})
+_REDUCE_SCATTERS = frozenset({"reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced"})
+_FROM_ONE = frozenset({"recv", "recv_any_source", "broadcast", "scatter"})
 
 
 class Synthesiser:
-    """Fills the outputs of calls; the noise depends only on how many tensors were made up before."""
+    """Makes up the outputs of calls.
 
-    def __init__(self, seed: int = 0) -> None:
-        self._seed = seed
-        self._made = 0
-        self._sent_std: dict[torch.Size, torch.Tensor] = {}
-        self._sent_integers: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
+    ``peers`` knows what this rank has sent, ``unwritten`` the program's fresh buffers (None: they are not
+    told from others).
+    """
+
+    def __init__(
+        self, peers: Peers | None = None, unwritten: Unwritten | None = None, *, seed: int = 0
+    ) -> None:
+        self.peers = peers or Peers()
+        self._unwritten = unwritten
+        self._noise = Noise(seed)
 
     def guesses(self, call: Call) -> bool:
         """Whether integers that a peer sends would be made up: sizes, indices, pickled objects."""
-        if call.informative or not call.outputs or _floats(call.outputs[0]):
+        if call.informative or not call.outputs or is_floating(call.outputs[0]):
             return False
         if call.operator.kind is Kind.RECV:
-            return any((t.shape, t.dtype) not in self._sent_integers for t in call.outputs)
-        return call.operator.root_sends
+            return any(self.peers.whole_of(call, tensor) is None for tensor in call.outputs)
+        return call.operator.root_sends and any(
+            self.peers.expected_for(tensor) is None for tensor in call.outputs
+        )
 
-    @torch.no_grad()
+    def cannot_know(self, call: Call) -> bool:
+        """Whether a guess is certain to be wrong: a message of sizes. (Tokens have two dimensions.)"""
+        return (
+            call.operator.kind is Kind.RECV
+            and self.guesses(call)
+            and any(tensor.dim() <= 1 for tensor in call.outputs)
+        )
+
     def fill(self, call: Call, *, set_up: bool = False) -> None:
-        """Write into ``call.outputs`` what ``call.pg.size()`` ranks like this one would have made.
+        """``filling``, at once."""
+        self.filling(call, set_up=set_up)()
 
-        ``set_up``: the training has not begun. A sum over nothing but zeros is then a parameter that this
-        rank gets from another (Megatron's tied embedding), and becomes noise.
+    def filling(self, call: Call, *, set_up: bool = False) -> Write:
+        """What writes into ``call.outputs`` what ``call.pg.size()`` ranks like this one would have made.
+
+        To be asked for when the program makes the call and run when the result arrives: the values do not
+        depend on how calls overlap. ``set_up``: the training has not begun. A sum over nothing but zeros is
+        then a parameter that this rank gets from another (Megatron's tied embedding), and becomes noise.
         """
-        outputs = [tensor.detach() for tensor in call.outputs]
+        op, outputs = call.operator.op, [tensor.detach() for tensor in call.outputs]
+        if op == "send":
+            self.peers.note_sent(call)
+            return lambda: None
+        if op in _FROM_ONE:
+            return _all_of(self._from_one(call, outputs))
+        if op in _REDUCES:
+            draw = self.peers.draw(call) if set_up else None
+            return _all_of([self._reducing(call, tensor, draw) for tensor in outputs])
         inputs = [tensor.detach() for tensor in call.inputs]
-        op, size = call.operator.op, call.pg.size()
-        if op in ("all_reduce", "all_reduce_coalesced", "reduce"):
-            for tensor in outputs:
-                if set_up and _floats(tensor) and tensor.numel() > SMALL_NUMEL and not tensor.any():
-                    self._noise(tensor)
-                _reduce(tensor, tensor, call.reduce_op, size)
-        elif op in ("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced"):
-            self._reduce_scatter(call, inputs, outputs)
-        elif op in ("broadcast", "scatter"):
-            self._from_root(call, inputs, outputs)
-        elif op in ("recv", "recv_any_source"):
-            for tensor in outputs:
-                self._received(tensor)
-        elif op == "send":
-            for tensor in inputs:
-                self._remember(tensor)
-        elif op in ("all_to_all", "all_to_all_single"):
-            self._all_to_all(call, inputs, outputs)
+        if op in _REDUCE_SCATTERS:
+            size, rank, reduce_op = call.pg.size(), call.pg.rank(), call.reduce_op
+            return _all_of([lambda: _reduce_scatter(inputs, outputs, reduce_op, size, rank)])
+        if op == "all_to_all":
+            return _all_of([_tiling(*pair) for pair in zip(outputs, inputs, strict=True)])
+        # gathers: every peer contributes what this rank does, all its tensors before the next peer's;
+        # all_to_all_single: what this rank sends, cut by what it receives
+        return _all_of([_tiling(tensor, inputs[index % len(inputs)]) for index, tensor in enumerate(outputs)])
+
+    def _reducing(self, call: Call, tensor: torch.Tensor, draw: int | None) -> Write:
+        """``draw`` is None once the training has begun."""
+        size, reduce_op = call.pg.size(), call.reduce_op
+
+        def write() -> None:
+            if draw is not None and is_floating(tensor) and tensor.numel() > SMALL_NUMEL and not tensor.any():
+                self._noise.fill(tensor, draw, NOISE_SCALE)
+            _reduce(tensor, tensor, reduce_op, size)
+
+        return write
+
+    def _from_one(self, call: Call, outputs: list[torch.Tensor]) -> list[Write]:
+        """What one rank decides: this one, if it is the root of a broadcast or scatter, or another."""
+        op, draw = call.operator.op, self.peers.draw(call)
+        if op in ("broadcast", "scatter") and call.peer in (NO_PEER, call.pg.rank()):
+            return [_copying(outputs[0], call.inputs[call.pg.rank()].detach())] if op == "scatter" else []
+        found = [self._one(call, tensor, draw + index * APART) for index, tensor in enumerate(outputs)]
+        return [write for write in found if write is not None]
+
+    def _one(self, call: Call, tensor: torch.Tensor, draw: int) -> Write | None:
+        """None where ``tensor`` keeps what it holds."""
+        op = call.operator.op
+        if not is_floating(tensor):
+            expected = self.peers.expected_for(tensor)
+            if expected is None and op == "broadcast":
+                return None
+            whole = self.peers.whole_of(call, tensor) if op != "scatter" else expected
+            return _copying(tensor, whole) if whole is not None else lambda: _zero(tensor)
+        if op == "broadcast":
+            # parameters: uniform peers hold the same. A fresh buffer gets positive numbers: it may be a mask
+            # that the loss is divided by
+            fresh = self._unwritten is not None and self._unwritten.holds(tensor)
+            if not fresh and _is_sane(tensor):
+                return None
+            return lambda: self._noise.fill(tensor, draw, NOISE_SCALE, positive=True)
+        scale = self.peers.scale_of(call, tensor) if op == "recv" else NOISE_SCALE
+        return lambda: self._noise.fill(tensor, draw, scale)
+
+
+def _all_of(writes: list[Write]) -> Write:
+    def write() -> None:
+        with torch.no_grad():
+            for one in writes:
+                one()
+
+    return write
+
+
+def _copying(tensor: torch.Tensor, values: torch.Tensor) -> Write:
+    def write() -> None:
+        tensor.copy_(values)
+
+    return write
+
+
+def _tiling(out: torch.Tensor, source: torch.Tensor) -> Write:
+    return lambda: _tile(out, source)
+
+
+def _zero(tensor: torch.Tensor) -> None:
+    tensor.zero_()
+
+
+def _is_sane(tensor: torch.Tensor) -> bool:
+    return tensor.numel() == 0 or bool(tensor.abs().max() <= SANE)
+
+
+def _reduce_scatter(
+    inputs: list[torch.Tensor], outputs: list[torch.Tensor], reduce_op: str, size: int, rank: int
+) -> None:
+    per_output = len(inputs) // len(outputs)
+    for index, tensor in enumerate(outputs):
+        if per_output > 1:
+            own = inputs[index * per_output + rank]
         else:
-            # gathers: every peer contributes what this rank does, all its tensors before the next peer's
-            for index, tensor in enumerate(outputs):
-                _tile(tensor, inputs[index % len(inputs)])
-
-    def _reduce_scatter(self, call: Call, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        size, rank = call.pg.size(), call.pg.rank()
-        per_output = len(inputs) // len(outputs)
-        for index, tensor in enumerate(outputs):
-            if per_output > 1:
-                own = inputs[index * per_output + rank]
-            else:
-                own = inputs[index].reshape(-1).chunk(size)[rank].view_as(tensor)
-            _reduce(tensor, own, call.reduce_op, size)
-
-    def _from_root(self, call: Call, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        is_root = call.peer in (NO_PEER, call.pg.rank())
-        for tensor in outputs:
-            if is_root:
-                if call.operator.op == "scatter":
-                    tensor.copy_(inputs[call.pg.rank()])
-            elif call.operator.op == "scatter" or not _is_own(tensor):
-                self._noise(tensor)
-
-    def _all_to_all(self, call: Call, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        if call.operator.op == "all_to_all":
-            for tensor, source in zip(outputs, inputs, strict=True):
-                _tile(tensor, source)
-        else:
-            _tile(outputs[0], inputs[0])
-
-    def _remember(self, tensor: torch.Tensor) -> None:
-        """A message of this rank's tells what those to it look like."""
-        if _floats(tensor):
-            self._sent_std[tensor.shape] = tensor.float().pow(2).mean().sqrt()
-        elif tensor.numel() <= SMALL_NUMEL:
-            self._sent_integers[tensor.shape, tensor.dtype] = tensor.clone()
-
-    def _received(self, tensor: torch.Tensor) -> None:
-        known = self._sent_integers.get((tensor.shape, tensor.dtype))
-        if known is not None:
-            tensor.copy_(known)
-        else:
-            self._noise(tensor, self._sent_std.get(tensor.shape))
-
-    def _noise(self, tensor: torch.Tensor, scale: torch.Tensor | None = None) -> None:
-        self._made += 1
-        generator = torch.Generator(device="cpu").manual_seed(self._seed * 1_000_003 + self._made)
-        if _floats(tensor):
-            noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
-            tensor.copy_(noise.mul_(NOISE_SCALE) if scale is None else noise.to(scale.device).mul_(scale))
-        else:
-            # an integer is more often a count or an index than data: zero is valid as any of these
-            tensor.zero_()
-
-
-def _floats(tensor: torch.Tensor) -> bool:
-    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
-
-
-def _is_own(tensor: torch.Tensor) -> bool:
-    """Whether a tensor that another rank is to fill already holds what this rank would send.
-
-    Parameters before they are broadcast do; a buffer from ``torch.empty`` holds anything.
-    """
-    if not _floats(tensor):
-        return tensor.numel() <= SMALL_NUMEL
-    if tensor.numel() == 0:
-        return True
-    return bool(tensor.abs().max() <= SANE) and bool(tensor.any())
+            own = inputs[index].reshape(-1).chunk(size)[rank].view_as(tensor)
+        _reduce(tensor, own, reduce_op, size)
 
 
 def _reduce(out: torch.Tensor, own: torch.Tensor, reduce_op: str, size: int) -> None:
+    """Of equal values avg, min, max, band and bor are the value itself; so is premul_sum where it averages,
+    as its users do (its factor cannot be read)."""
     if out is not own:
         out.copy_(own)
-    if reduce_op in _MULTIPLE:
-        out.mul_(size)
-    elif reduce_op == "product":
-        out.copy_(own.clone().pow_(size))
-    elif reduce_op == "bxor" and size % 2 == 0:
+    if reduce_op == "bxor" and size % 2 == 0:
         out.zero_()
+    if reduce_op not in ("sum", "product") or out.dtype is torch.bool:
+        return  # of truth values NCCL and gloo make the sum an or, the product an and
+    wide = out.to(torch.float32) if out.dtype.is_floating_point and out.element_size() == 1 else out
+    if reduce_op == "sum":
+        wide.mul_(size)
+    else:
+        wide.copy_(wide.clone().pow_(size))
+    if wide is not out:
+        out.copy_(wide)
 
 
 def _tile(out: torch.Tensor, source: torch.Tensor) -> None:
@@ -161,5 +204,10 @@ def _tile(out: torch.Tensor, source: torch.Tensor) -> None:
     if flat.numel() == 0:
         out.zero_()
         return
-    copies = -(-out.numel() // flat.numel())
-    out.copy_(flat.repeat(copies)[: out.numel()].view(out.shape).to(out.dtype))
+    copies, rest = divmod(out.numel(), flat.numel())
+    if flat.untyped_storage()._cdata == out.untyped_storage()._cdata:
+        flat = flat.clone()  # a rank's own part may lie in the gathered whole
+    if not rest and out.is_contiguous():
+        out.view(copies, flat.numel()).copy_(flat)
+    else:
+        out.copy_(flat.repeat(copies + bool(rest))[: out.numel()].view(out.shape))

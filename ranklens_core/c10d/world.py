@@ -146,13 +146,20 @@ def coalesces(backend: str) -> bool:
     return "nccl" in backend
 
 
-def let_fake_groups_coalesce(patches: Patches, backend: str) -> None:
-    """Make ``batch_isend_irecv`` take the path it takes with the real backend."""
-    if coalesces(backend):
-        patches.set(FakeProcessGroup, "supports_coalescing", property(lambda _: True))
-        # the batch exists in the replayer alone; torch's fake group refuses to batch
-        patches.set(ProcessGroup, "_start_coalescing", lambda *_: None)
-        patches.set(ProcessGroup, "_end_coalescing", lambda *_: None)
+def let_fake_groups_coalesce(patches: Patches, backend: str | None) -> None:
+    """Make ``batch_isend_irecv`` take the path it takes with the real backend; None: with the one that
+    the program asks for."""
+    if backend is not None and not coalesces(backend):
+        return
+
+    def supports(_: FakeProcessGroup) -> bool:
+        # a backend does not know its group; one kind of network carries the whole job
+        return backend is not None or any(coalesces(str(made)) for made, _ in c10d._world.pg_map.values())
+
+    patches.set(FakeProcessGroup, "supports_coalescing", property(supports))
+    # the batch exists in the replayer alone; torch's fake group refuses to batch
+    patches.set(ProcessGroup, "_start_coalescing", lambda *_: None)
+    patches.set(ProcessGroup, "_end_coalescing", lambda *_: None)
 
 
 __all__ = ["OneRankWorld", "let_fake_groups_coalesce"]

@@ -134,7 +134,7 @@ class CpuEngine:
     def arrive_at(self, due_ns: int) -> None:
         """``sleep_until`` for a result that the calling thread itself takes: its lateness counts."""
         self.sleep_until(due_ns)
-        self._note_late(self._clock.now_ns() - due_ns)
+        self.note_late(self._clock.now_ns() - due_ns)
 
     def run_due(self) -> None:
         """Deliver all that is due by now, in order."""
@@ -195,9 +195,10 @@ class CpuEngine:
 
     def _note(self, completion: Completion) -> None:
         if completion.done_ns is not None:
-            self._note_late(completion.done_ns - completion.due_ns)
+            self.note_late(completion.done_ns - completion.due_ns)
 
-    def _note_late(self, late_ns: int) -> None:
+    def note_late(self, late_ns: int) -> None:
+        """A result that the calling thread took by itself was so late."""
         with self._noting:
             self._arrived += 1
             self._late_ns.append(late_ns)
