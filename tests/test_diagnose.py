@@ -229,7 +229,29 @@ def test_a_rank_that_was_not_recorded() -> None:
     job.killed(0, 1)
     found = job.diagnosis()
     assert found.culprits == (2,)
-    assert found.answer.startswith("rank 2 was not recorded; ranks 0,1 wait for it")
+    assert found.answer.startswith("nothing is known of rank 2 (not recorded); ranks 0,1 wait for it")
+
+
+def test_several_ranks_that_did_not_come() -> None:
+    job = HandMade(4)
+    job.all_reduce()
+    job.all_reduce((0, 1), done=False)
+    job.killed()
+    found = job.diagnosis()
+    assert found.culprits == (2, 3)
+    assert "(likewise rank 3); ranks 0,1 wait for them in all_reduce" in found.answer
+    job.failed_with(3, "ValueError: no label")
+    assert job.diagnosis().culprits == (3,)
+
+
+def test_two_circles_do_not_get_mixed_up() -> None:
+    job = HandMade(5)
+    for rank, peer in ((0, 1), (1, 0), (2, 3), (3, 2), (4, 3)):
+        job.call(rank, "recv", peer=peer, done=False)
+    job.killed()
+    found = job.diagnosis()
+    assert found.cycle == found.culprits == (2, 3)
+    assert found.answer.endswith("; rank 4 waits for them")
 
 
 # Which calls were left out.

@@ -196,6 +196,19 @@ def test_a_job_without_fault(run_cli: RunCli, tmp_path: Path) -> None:
     assert json.loads(as_flag.stdout)["status"] == "ok"
 
 
+def test_a_trace_of_which_ranks_are_damaged(run_cli: RunCli, tmp_path: Path) -> None:
+    broken(run_cli, tmp_path, "crashes")
+    for rank, culprits in ((1, (2,)), (2, (1, 2)), (0, None)):
+        (tmp_path / "trace" / f"rank-{rank:05d}" / "calls.arrows").write_bytes(b"no arrow")
+        result = run_cli("diagnose", "trace", "--json")
+        if culprits is None:
+            assert result.returncode == 5
+        else:
+            found = json.loads(result.stdout)
+            assert (result.returncode, found["ends"][rank]["how"]) == (3, "unreadable")
+            assert tuple(found["culprits"]) == culprits
+
+
 def test_bad_usage(run_cli: RunCli, tmp_path: Path) -> None:
     assert run_cli("diagnose").returncode == 2
     assert run_cli("diagnose", "nowhere").returncode == 5

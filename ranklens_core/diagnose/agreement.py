@@ -10,8 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from ranklens_core.schema import NO_PEER, Signature
 from ranklens_core.timing.join import MESSAGE_OPS
+from ranklens_core.timing.ranklog import Int64
+
+UNKNOWN = -1
+"""A number of elements that a call does not tell."""
 
 PAIRWISE_OPS = frozenset({"all_to_all", "all_to_all_single", "gather", "scatter"})
 """Ops whose sizes are agreed between each two ranks, not among all."""
@@ -62,14 +68,16 @@ def unfit_pair(signatures: Sequence[Signature | None]) -> tuple[int, int, int, i
 
     ``signatures`` has every member's, None where it is not known; all are of the same op and root.
     """
-    known = {rank: signature for rank, signature in enumerate(signatures) if signature is not None}
-    parts = {rank: _parts(signature, rank, len(signatures)) for rank, signature in known.items()}
-    for sender in known:
-        for receiver in known:
-            sent, expected = parts[sender][0].get(receiver), parts[receiver][1].get(sender)
-            if sent is not None and expected is not None and sent != expected:
-                return sender, receiver, sent, expected
-    return None
+    size = len(signatures)
+    sent, expected = np.full((size, size), UNKNOWN, np.int64), np.full((size, size), UNKNOWN, np.int64)
+    for rank, signature in enumerate(signatures):
+        if signature is not None:
+            _fill(sent[rank], expected[:, rank], signature, rank)
+    unfit = np.argwhere((sent != expected) & (sent != UNKNOWN) & (expected != UNKNOWN))
+    if not len(unfit):
+        return None
+    sender, receiver = unfit[0].tolist()
+    return sender, receiver, int(sent[sender, receiver]), int(expected[sender, receiver])
 
 
 def numels(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -77,36 +85,39 @@ def numels(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple(math.prod(shape) for shape in shapes)
 
 
-def _parts(signature: Signature, rank: int, size: int) -> tuple[dict[int, int], dict[int, int]]:
-    """Elements that ``rank`` sends to and expects from each member; those of unknown number are left out."""
-    inputs, outputs = numels(signature.in_shapes), numels(signature.out_shapes)
-    root = signature.peer
-
-    def of_each(counts: tuple[int, ...]) -> dict[int, int]:
-        return dict(enumerate(counts)) if len(counts) == size else {}
-
+def _fill(sends: Int64, expects: Int64, signature: Signature, rank: int) -> None:
+    """Put in how many elements ``rank`` sends to and expects from each member, where its call says so."""
+    inputs, outputs, root = numels(signature.in_shapes), numels(signature.out_shapes), signature.peer
     match signature.op:
-        case "all_to_all":
-            return of_each(inputs), of_each(outputs)
         case "all_to_all_single":
-            return (
-                _split(signature.in_shapes, signature.in_split_sizes, size),
-                _split(signature.out_shapes, signature.out_split_sizes, size),
-            )
+            _fill_split(sends, signature.in_shapes, signature.in_split_sizes)
+            _fill_split(expects, signature.out_shapes, signature.out_split_sizes)
+        case "all_to_all":
+            _fill_each(sends, inputs)
+            _fill_each(expects, outputs)
         case "gather":
-            return {root: sum(inputs)}, of_each(outputs) if rank == root else {}
-        case _:  # scatter
-            return of_each(inputs) if rank == root else {}, {root: sum(outputs)}
+            sends[root] = sum(inputs)
+            if rank == root:
+                _fill_each(expects, outputs)
+        case "scatter":
+            expects[root] = sum(outputs)
+            if rank == root:
+                _fill_each(sends, inputs)
 
 
-def _split(shapes: Sequence[Sequence[int]], splits: Sequence[int], size: int) -> dict[int, int]:
-    if len(shapes) != 1 or not shapes[0]:
-        return {}
-    rows, elements = shapes[0][0], math.prod(shapes[0])
-    width = elements // rows if rows else 0
-    if not splits:
-        return dict.fromkeys(range(size), elements // size)
-    return {rank: split * width for rank, split in enumerate(splits)}
+def _fill_each(counts: Int64, of_each: Sequence[int]) -> None:
+    if len(of_each) == len(counts):
+        counts[:] = of_each
+
+
+def _fill_split(counts: Int64, shapes: Sequence[Sequence[int]], splits: Sequence[int]) -> None:
+    """By the splits of the first dimension, even ones where there are none."""
+    if len(shapes) == 1 and shapes[0]:
+        rows, elements = shapes[0][0], math.prod(shapes[0])
+        if not splits:
+            counts[:] = elements // len(counts)
+        elif len(splits) == len(counts):
+            counts[:] = np.array(splits, np.int64) * (elements // rows if rows else 0)
 
 
 def _dtypes(dtypes: Sequence[str]) -> str:

@@ -25,7 +25,7 @@ class Answer:
     disagreements: tuple[Disagreement, ...]
     waits: tuple[Wait, ...]
     ends: tuple[RankEnd, ...]
-    first_end: End | None
+    last: tuple[End, ...]
     cycle: tuple[int, ...]
     stalled: tuple[Wait, ...]
     lag: str
@@ -41,8 +41,8 @@ class Answer:
         deviations = [value for value in self.values if value.what != "input"]
         if self.disagreements:
             self.status, self.text = Status.STRUCTURE, self._disagreement(self.disagreements[0])
-        elif self.first_end is not None:
-            self.status, self.text = Status.HANG, self._waiting(self.first_end)
+        elif self.last:
+            self.status, self.text = Status.HANG, self._waiting()
         elif died:
             self.status, self.culprits = Status.DIED, tuple(end.rank for end in died)
             self.text = "; ".join(_died(end) for end in died[:3])
@@ -70,26 +70,47 @@ class Answer:
             text += "; they differ in " + " and ".join(f"{name} ({what})" for name, what in differing)
         return f"{text}{'. ' + _capital(found.lag) if found.lag else ''}"
 
-    def _waiting(self, end: End) -> str:
+    def _waiting(self) -> str:
+        """For the ends that hold up most ranks; of several the one that is known to have come to grief."""
+        most = max(len(end.waiters) for end in self.last)
+        chosen = [end for end in self.last if len(end.waiters) == most]
+        end = min(chosen, key=lambda end: (self._gravity(end), end.ranks))
         if len(end.ranks) > 1:
             self.culprits = self.cycle
             return self._circle(end)
-        (rank,) = self.culprits = end.ranks
+        (rank,) = end.ranks
         wait = max(
             (wait for wait in self.waits if rank in wait.for_ranks), key=lambda wait: wait.waited_ns or 0
         )
-        by = ranks_words(tuple(r for w in self.waits if rank in w.for_ranks for r in w.ranks))
-        text = f"{self._what_became_of(rank, wait)}; {by} {_wait_verb(by)} for it in {call_at(wait.call)}"
+        alike = [e.ranks[0] for e in chosen if len(e.ranks) == 1 and self._gravity(e) == self._gravity(end)]
+        self.culprits = tuple(sorted(r for r in alike if r in wait.for_ranks))
+        behind = [w for w in self.waits if rank in w.for_ranks]
+        by = ranks_words([r for w in behind for r in w.ranks])
+        others = tuple(r for r in self.culprits if r != rank)
+        likewise = f" (likewise {ranks_words(others)})" if others else ""
+        whom = "them" if others else "it"
+        text = f"{self._what_became_of(rank, wait)}{likewise}; {by} {_wait_verb(by)} for {whom}"
+        text += f" in {call_at(wait.call)}"
         if wait.waited_ns is not None and wait.waited_ns >= MARGIN_NS:
             text += f", for {wait.waited_ns / 1e9:.1f} s when the recording ended"
-        further = [r for r in end.waiters if not any(r in w.ranks for w in self.waits if rank in w.for_ranks)]
+        further = [r for r in end.waiters if not any(r in w.ranks for w in behind)]
         if further:
             text += f", and {ranks_words(further)} behind them"
         if self.lag:
             text += f". {_capital(self.lag)}"
-        if not wait.certain:
+        if not wait.certain and self._end_of(rank).how == How.KILLED:
             text += ". (Likely, not certain: its recording ends too early to show that it did not come.)"
         return text
+
+    def _gravity(self, end: End) -> int:
+        """How much speaks for the trouble to have begun at ``end``, the least first."""
+        state = self._end_of(end.ranks[0])
+        if len(end.ranks) > 1 or state.how == How.FAILED or state.signal:
+            return 0
+        return 1 if state.how == How.FINISHED else 2
+
+    def _end_of(self, rank: int) -> RankEnd:
+        return next(end for end in self.ends if end.rank == rank)
 
     def _circle(self, end: End) -> str:
         steps = []
@@ -104,18 +125,15 @@ class Answer:
         return f"{text}; {behind} {_wait_verb(behind)} for them" if behind != ranks_words([]) else text
 
     def _what_became_of(self, rank: int, wait: Wait) -> str:
-        state = next(end for end in self.ends if end.rank == rank)
-        last = f" after {call_at(state.last_call)}" if state.last_call else " before its first call"
-        match state.how:
-            case How.FAILED:
-                return _died(state)
-            case How.FINISHED:
-                return f"rank {rank} ended (exit status 0){last} without the call that others made"
-            case How.UNRECORDED | How.UNREADABLE:
-                return f"rank {rank} {'was not recorded' if state.how == How.UNRECORDED else 'is unreadable'}"
-        if state.signal:
+        state = self._end_of(rank)
+        if state.how == How.FAILED or state.signal:
             return _died(state)
-        where = f": it was at {short_site(state.place)}" if state.place else f": its last call is {last[7:]}"
+        if state.how in (How.UNRECORDED, How.UNREADABLE):
+            return f"nothing is known of rank {rank} ({state.how})"
+        last = f"after {call_at(state.last_call)}" if state.last_call else "before its first call"
+        if state.how == How.FINISHED:
+            return f"rank {rank} ended (exit status 0) {last} without the call that others made"
+        where = f": it was at {short_site(state.place)}" if state.place else f" {last}"
         did_not = "did not make the call" if wait.reason == ABSENT else wait.reason
         return f"rank {rank} {did_not}{where}"
 

@@ -53,9 +53,8 @@ class _Examination:
         edges = certain if certain or disagreements else likely
         found = ends(edges)
         waits = self._waits(edges, [rank for end in found for rank in end.ranks])
-        cycle: tuple[int, ...] = ()
-        if found and len(found[0].ranks) > 1:
-            cycle = circle_of(edges, found[0].ranks)
+        circle = next((end.ranks for end in found if len(end.ranks) > 1), ())
+        cycle = circle_of(edges, circle) if circle else ()
         replicas = Replicas(job)
         odd_values = replicas.odd_ones(self._groups.values(), self._sequences.agreed)
         values = tuple(self._deviation(odd) for odd in odd_values)
@@ -65,7 +64,7 @@ class _Examination:
             disagreements=disagreements,
             waits=waits,
             ends=all_ends,
-            first_end=found[0] if found else None,
+            last=tuple(found),
             cycle=cycle,
             stalled=self._stalled(),
             lag=lagging,

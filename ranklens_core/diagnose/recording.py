@@ -26,8 +26,11 @@ _MIX = 0x9E3779B97F4A7C15
 def read_recording(trace: Trace) -> Job:
     """Everything in ``trace`` that can be read; ranks that cannot say so in their state.
 
-    Raises TraceDamagedError if the ranks' logs contradict each other, and errors as opening the trace.
+    Raises:
+        TraceDamagedError: the ranks' logs contradict each other.
+        TraceError: no rank at all can be read; the first one's error.
     """
+    first_error: TraceError | None = None
     ending = read_ending(trace.files)
     logs, states, failed, values = [], {}, {}, {}
     records: dict[int, RankRecord] = {}
@@ -40,13 +43,17 @@ def read_recording(trace: Trace) -> Job:
                 values[rank] = _fingerprints(recording, log)
             states[rank] = _state(recording, log, ending)
         except TraceIncompleteError as error:
+            first_error = first_error or error
             states[rank] = RankState(rank, How.UNRECORDED, text=str(error))
         except TraceError as error:
+            first_error = first_error or error
             states[rank] = RankState(rank, How.UNREADABLE, text=str(error))
         else:
             logs.append(log)
             records[rank] = recording.record
             recording.close()
+    if first_error is not None and not logs:
+        raise first_error
     joined = join(logs)
     alignment = align(joined, records)
     if not alignment.is_identity:
