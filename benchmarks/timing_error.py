@@ -9,9 +9,6 @@ memory and cache are no longer shared. Figures are medians over the iterations a
 the repeats. ``error`` is replayed against recorded, of the whole iteration and of its parts: communication is
 what held the program (waiting and transfer), compute the rest. ``noise`` is the plain job against itself, the
 largest difference of a repeat to the median of all.
-
-Then jobs of 8 to 64 ranks, with the virtual clock (``_virtual_rows.py``): they share the cores but for the
-one rank that is replayed, so there is no plain job to compare with.
 """
 
 from __future__ import annotations
@@ -27,8 +24,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-
-import _virtual_rows as virtual
 
 CASES = Path(__file__).resolve().parents[2] / "shared" / "cases"
 WARM_UP = 2
@@ -183,8 +178,6 @@ def main() -> None:
     parser.add_argument("--only", default="", help="rows whose name holds this text")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--clock", choices=["wall", "virtual", "both"], default="both")
-    parser.add_argument("--ranks", type=int, default=64, help="the largest job with the virtual clock")
     args = parser.parse_args()
     if not CASES.is_dir():
         print("the user programs (shared/cases beside the repository) are not on this machine")
@@ -193,17 +186,11 @@ def main() -> None:
     print("errors of ranks 0 and 1: the iteration, its communication, its compute")
     header = f"{'job':<15}{'plain':>8}{'recorded':>10}{'replayed':>10}"
     print(f"{header}{'iteration':>18}{'communication':>18}{'compute':>18}{'noise':>9}", flush=True)
-    chosen = [row for row in ROWS if args.only in row.name] if args.clock != "virtual" else []
-    errors = [measure(row, args.repeats, args.steps) for row in chosen]
-    if args.clock != "wall":
-        print(f"\nvirtual clock, network {virtual.NETWORK}; iterations in ms of the replayed rank")
-        print(virtual.HEADER, flush=True)
-        rows = [row for row in virtual.ROWS if args.only in row.name and row.world <= args.ranks]
-        errors += [[virtual.measure(row, CASES / row.program, args.repeats)] for row in rows]
+    errors = [measure(row, args.repeats, args.steps) for row in ROWS if args.only in row.name]
     flat = [abs(error) for pair in errors for error in pair]
-    by_row = [sum(map(abs, pair)) / len(pair) for pair in errors]
+    rows = [sum(map(abs, pair)) / len(pair) for pair in errors]
     print(
-        f"mean absolute error {sum(flat) / len(flat):.1f}% (aim 2%), worst row {max(by_row):.1f}% (aim 5%), "
+        f"mean absolute error {sum(flat) / len(flat):.1f}% (aim 2%), worst row {max(rows):.1f}% (aim 5%), "
         f"worst rank {max(flat):.1f}%"
     )
 
