@@ -2,6 +2,7 @@
 
     python benchmarks/timing_error.py                 every row of ROWS, about ten minutes on two cores
     python benchmarks/timing_error.py --only zero --repeats 2
+    python benchmarks/timing_error.py --only virtual  8 to 64 ranks, virtual clock (--only 16: 16 ranks)
 
 Two ranks, each on a core of its own. A repeat runs the plain job, records it, and replays both ranks alone,
 side by side on the same cores: replaying one while the other core idles would be faster than the job, because
@@ -179,6 +180,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=32)
     args = parser.parse_args()
+    from _virtual_rows import virtual_rows  # it imports from here
+
     if not CASES.is_dir():
         print("the user programs (shared/cases beside the repository) are not on this machine")
         return
@@ -187,6 +190,10 @@ def main() -> None:
     header = f"{'job':<15}{'plain':>8}{'recorded':>10}{'replayed':>10}"
     print(f"{header}{'iteration':>18}{'communication':>18}{'compute':>18}{'noise':>9}", flush=True)
     errors = [measure(row, args.repeats, args.steps) for row in ROWS if args.only in row.name]
+    errors += [[error] for error in virtual_rows(args.only, max(2, args.repeats // 2), args.steps)]
+    if not errors:
+        print(f"no row has {args.only!r} in its name")
+        return
     flat = [abs(error) for pair in errors for error in pair]
     rows = [sum(map(abs, pair)) / len(pair) for pair in errors]
     print(
