@@ -60,7 +60,7 @@ VIRTUAL_ROWS = (
 
 
 def virtual_rows(only: str, repeats: int, steps: int) -> list[float]:
-    """Print the rows whose name has ``only`` in it, or that have so many ranks; returns iteration errors, pct.
+    """Print the rows whose name has ``only`` in it, or that have so many ranks; iteration errors in pct.
 
     ``repeats`` replays of one recording of ``steps`` iterations each.
     """

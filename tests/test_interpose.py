@@ -268,7 +268,7 @@ class Rows:
         self.values: dict[bytes, bytes] = {}
         self.failure = ""
 
-    def call(self, row: CallRow) -> None:
+    def call(self, row: CallRow, *, is_new: bool = False) -> None:
         self.calls.append(row)
 
     def completion(self, row: CompletionRow) -> None:

@@ -13,6 +13,7 @@ from ranklens_core.memory import NCCL_CHANNELS, NCCL_CONNECTION_BYTES, ResidentP
 from ranklens_core.schema import GroupRecord
 from ranklens_core.trace.files import LocalFiles, open_new
 from ranklens_core.trace.payload import PayloadReader, PayloadWriter, ValueRow, content_address
+from ranklens_core.trace.staging import Staging
 
 MIB = 1 << 20
 ALLOCATING = Path(__file__).parent / "programs" / "allocating.py"
@@ -64,7 +65,7 @@ def test_released_values_take_no_memory_and_stay_readable(tmp_path: Path) -> Non
     rows: list[ValueRow] = []
     for fill in (b"a", b"b", b"c"):
         data = fill * (16 * MIB)
-        rows.append(writer.append(content_address(data), data))
+        rows.append(writer.append(content_address(data), Staging(0).copy(data)))
     writer.flush()
     writer.close()
     reader = PayloadReader("rank", rows, LocalFiles(str(tmp_path)).data)
