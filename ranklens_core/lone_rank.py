@@ -9,6 +9,7 @@ import msgspec
 import torch
 from torch._C._distributed_c10d import ProcessGroup
 
+from ranklens_core.active import mark_active
 from ranklens_core.adapters import TIMER_FILES, Adapters
 from ranklens_core.c10d.call import Handler
 from ranklens_core.c10d.groups import Groups
@@ -52,6 +53,7 @@ class LoneRank:
         self.frameworks: frozenset[str] = frozenset()
         check_place(os.environ, rank, world_size)
         try:
+            mark_active(self.patches)
             self._set_place(local_rank, local_world_size)
             self.patches.on_undo(OneRankWorld(rank, world_size).remove)
             let_fake_groups_coalesce(self.patches, backend)

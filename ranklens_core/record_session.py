@@ -12,6 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ranklens_core import environment
+from ranklens_core.active import mark_active
 from ranklens_core.adapters import TIMER_FILES, Adapters
 from ranklens_core.c10d.groups import Groups
 from ranklens_core.c10d.interpose import install
@@ -81,6 +82,8 @@ class RecordSession:
         if place.rank == 0:
             _write_run_file(directory, run)  # over one that is there: it may be of an overwritten trace
         self.writer = TraceWriter(directory, run, header, clock=clock)
+        self._patches = Patches()
+        mark_active(self._patches)
         for item in environment.capture():
             self.writer.environment(item)
         self.steps = Steps(clock, self._name_roles, self._step_ended)
@@ -92,7 +95,6 @@ class RecordSession:
         self._printed = PrintedMetrics(self.writer.printed)
         self._reads = environment.VariableReads(self.writer.environment)
         self._interposer = install(self.recorder)
-        self._patches = Patches()
         before_exit(self._patches, self._last_words)
 
     def close(self, exit_status: int | None) -> None:

@@ -82,7 +82,7 @@ def command(
                 "Whose values shall be kept? Say --payload all, none or ranks like 0,5 (all of a large job "
                 "can be many gigabytes)."
             )
-        status = _record_this_rank(parsed, out, payload, steps, cpu=cpu, overwrite=overwrite)
+        status = record_this_rank(parsed, out, payload, steps, cpu=cpu, overwrite=overwrite)
     sys.exit(status)
 
 
@@ -148,7 +148,7 @@ def record_local(
     return result.status
 
 
-def _record_this_rank(
+def record_this_rank(
     program: Program,
     out: Path,
     payload: str,
@@ -157,6 +157,7 @@ def _record_this_rank(
     cpu: bool,
     overwrite: bool,
 ) -> int:
+    """Record the rank that this process is, started by a launcher; returns the exit status."""
     from ranklens_core.place import RankEnvironment, run_id_of
     from ranklens_core.preimport import guess_preimports
     from ranklens_core.record_session import describe_run
