@@ -75,6 +75,9 @@ def make_verdict(
 ) -> Verdict:
     """The verdict of a run; ``matcher`` and ``record`` are None for an emulation."""
     status, message = judge(replayer, matcher, len(lone.steps.done), error)
+    if lone.bypasses.used and status is not Status.UNSUPPORTED:
+        # the program has caught the refusal and gone on without
+        status, message = Status.UNSUPPORTED, f"The program tried to use {lone.bypasses.used[0]}."
     steps = _steps(lone.steps.done, record.steps if record else (), timed=task.keeps_time)
     return Verdict(
         version=VERDICT_VERSION,
@@ -107,7 +110,7 @@ def make_verdict(
         printed=compare_printed(
             record.printed if record and task.result is Result.RECORDED else (), lone.printed
         ),
-        bypassed=(),
+        bypassed=tuple(lone.bypasses.used),
         roles=tuple(
             f"{group.role} {group.ranks.index(lone.rank)}/{len(group.ranks)}"
             for group in _shown_groups(record.groups if record else lone.made)

@@ -11,6 +11,7 @@ from torch._C._distributed_c10d import ProcessGroup
 
 from ranklens_core.active import mark_active
 from ranklens_core.adapters import TIMER_FILES, Adapters
+from ranklens_core.bypass import Bypasses, refuse
 from ranklens_core.c10d.call import Handler
 from ranklens_core.c10d.groups import Groups
 from ranklens_core.c10d.interpose import install
@@ -62,6 +63,8 @@ class LoneRank:
             self.steps = Steps(clock, lambda: None, on_step_end)
             self.adapters = Adapters(self.steps, strict=False)
             self.patches.on_undo(self.adapters.remove)
+            self.bypasses = Bypasses(refuse)
+            self.patches.on_undo(self.bypasses.remove)
             # where a call was made is looked up only for the messages that need it
             self.sites = Sites(TIMER_FILES)
             self.signatures = Signatures(self.groups, None, lambda _: None)

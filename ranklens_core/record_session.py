@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ranklens_core import environment
 from ranklens_core.active import mark_active
 from ranklens_core.adapters import TIMER_FILES, Adapters
+from ranklens_core.bypass import Bypasses
 from ranklens_core.c10d.groups import Groups
 from ranklens_core.c10d.interpose import install
 from ranklens_core.c10d.signature import Signatures
@@ -26,7 +27,7 @@ from ranklens_core.place import RankEnvironment
 from ranklens_core.printed import PrintedMetrics
 from ranklens_core.program import Program
 from ranklens_core.recorder import Recorder, Values
-from ranklens_core.schema import OLDEST_READER, TRACE_VERSION, RunRecord, Signature, Step
+from ranklens_core.schema import OLDEST_READER, TRACE_VERSION, EnvironmentItem, RunRecord, Signature, Step
 from ranklens_core.steps import OptimizerSteps, Steps
 from ranklens_core.trace import RUN_FILE, RankHeader, TraceWriter, prepare_directory, write_run
 
@@ -89,6 +90,8 @@ class RecordSession:
         self.steps = Steps(clock, self._name_roles, self._step_ended)
         self._groups = Groups(self.writer.group)
         self.adapters = Adapters(self.steps, strict=False)
+        self._bypassed: set[str] = set()
+        self._bypasses = Bypasses(self._bypass_used)
         signatures = Signatures(self._groups, Sites(TIMER_FILES), self._new_signature)
         self.recorder = Recorder(self.writer, signatures, self.steps, Values(keep_values, window), clock)
         self._optimizer_steps = OptimizerSteps(self.steps)
@@ -106,6 +109,7 @@ class RecordSession:
         self._optimizer_steps.remove()
         self._name_roles()
         self.adapters.remove()
+        self._bypasses.remove()
         self._groups.close()
         self.writer.close(exit_status)
         if self.writer.failure:
@@ -119,6 +123,12 @@ class RecordSession:
         """The program leaves by ``os._exit``, maybe past something that hangs: only the trace is ended."""
         self.writer.close(status)
         return status
+
+    def _bypass_used(self, name: str, message: str) -> None:
+        if name not in self._bypassed:
+            self._bypassed.add(name)
+            log.warning("%s", message)
+            self.writer.environment(EnvironmentItem(kind=environment.BYPASSED, name=name, value="used"))
 
     def _new_signature(self, signature: Signature) -> None:
         self.writer.signature(signature)

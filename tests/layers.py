@@ -40,6 +40,7 @@ FLOORS: list[list[str]] = [
     [
         "verdict",
         "environment",
+        "bypass",
         "program",
         "preimport",
         "printed",
