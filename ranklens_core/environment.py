@@ -26,6 +26,9 @@ from ranklens_core.verdict import EnvironmentDifference
 VERSIONED = ("deepspeed", "megatron-core", "torch", "numpy", "transformers", "ranklens")
 """Distributions whose version belongs to a recording, frameworks first."""
 
+BYPASSED = "bypassed"
+"""Kind of the item that says by which library the job communicated past torch.distributed."""
+
 _DECIDES_NUMBERS = re.compile(
     r"(OMP|MKL|OPENBLAS|KMP)_\w+|CUBLAS_WORKSPACE_CONFIG|NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32\w*"
     r"|PYTHONHASHSEED|ATEN_CPU_CAPABILITY|DNNL_\w+|ONEDNN_\w+|NVTE_\w+|CUDA_DEVICE_MAX_CONNECTIONS"
@@ -132,6 +135,8 @@ def restore(recorded: Iterable[EnvironmentItem], patches: Patches) -> list[Envir
         elif item.kind == "version":
             now = here.get(item.name, "not installed")
             difference = _difference(item, now, restored=False)
+        elif item.kind == BYPASSED:
+            continue  # no fact to restore: the replay comes to the same place, and stops there
         elif (item.kind, item.name) in settings:
             read, write = settings[(item.kind, item.name)]
             now = read()

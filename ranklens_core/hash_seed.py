@@ -10,6 +10,8 @@ import os
 import secrets
 import sys
 
+from ranklens_core.own_command import started_as
+
 VARIABLE = "PYTHONHASHSEED"
 MAX_SEED = (1 << 32) - 1  # Python/bootstrap_hash.c
 
@@ -31,14 +33,9 @@ def fix_hash_seed(recorded: str | None = None) -> None:
 
 
 def _is_own_command() -> bool:
-    """Whether python was started as ``python [-OPTIONS] -m ranklens_core ...`` or ``ranklens ...``."""
+    """Whether python was started as ``python [-OPTIONS] -m ranklens_core ...``, ``ranklens ...`` or a
+    front door."""
     if sys.flags.ignore_environment:
         return False
-    own = len(sys.orig_argv) - len(sys.argv) + 1
-    head, rest = sys.orig_argv[1:own], sys.orig_argv[own:]
-    if rest != sys.argv[1:] or not head:
-        return False
-    is_module = head[-2:] == ["-m", "ranklens_core"]
-    options = head[:-2] if is_module else head[:-1]
-    is_ours = is_module or os.path.basename(head[-1]) == "ranklens"
-    return is_ours and all(part.startswith("-") and part != "-m" for part in options)
+    started = started_as()
+    return started is not None and started.is_ranklens

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 
@@ -24,11 +24,22 @@ class ImportHook(MetaPathFinder):
         """The ordinary spec of a waited-for module, with its callback after the execution."""
         if fullname not in self._waiting:
             return None
-        spec = PathFinder.find_spec(fullname, path, target)
+        spec = self._found_by_others(fullname, path, target)
         if spec is None or spec.loader is None:
             return None
         spec.loader = _CallAfter(spec.loader, self._waiting.pop(fullname))
         return spec
+
+    def _found_by_others(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
+    ) -> ModuleSpec | None:
+        """What the finders after this one find: another hook may wait for the same module."""
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+            find_spec = getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = find_spec(fullname, path, target) if find_spec else None
+            if spec is not None:
+                return spec
+        return None
 
     def remove(self) -> None:
         """Wait no longer. Idempotent."""
@@ -47,7 +58,10 @@ class _CallAfter(Loader):
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
         # later imports of its submodules and resources must find the ordinary loader
-        module.__loader__ = self._loader
+        ordinary = self._loader
+        while isinstance(ordinary, _CallAfter):
+            ordinary = ordinary._loader
+        module.__loader__ = ordinary
         if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
+            module.__spec__.loader = ordinary
         self._callback()

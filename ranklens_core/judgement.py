@@ -102,6 +102,9 @@ def make_verdict(
     was kept, ``memory`` where it was not watched. ``recorded_steps`` are in the clock that is kept.
     ``estimates`` counts calls by the source of their estimated time, ``clock`` is the recording's."""
     status, message = judge(replayer, matcher, len(lone.steps.done), lone.refused or error, on_mismatch)
+    if lone.bypasses.used and status is not Status.UNSUPPORTED:
+        # the program has caught the refusal and gone on without
+        status, message = Status.UNSUPPORTED, f"The program tried to use {lone.bypasses.used[0]}."
     if times is None:
         steps, timing = untimed_steps(lone.steps.done, recorded_steps), TimingResult()
     else:
@@ -143,7 +146,7 @@ def make_verdict(
         printed=compare_printed(
             record.printed if record and task.result is Result.RECORDED else (), lone.printed
         ),
-        bypassed=(),
+        bypassed=tuple(lone.bypasses.used),
         roles=tuple(
             f"{group.role} {group.ranks.index(lone.rank)}/{len(group.ranks)}"
             for group in _shown_groups(record.groups if record else list(lone.made.values()))

@@ -9,7 +9,9 @@ import msgspec
 import torch
 from torch._C._distributed_c10d import ProcessGroup
 
+from ranklens_core.active import mark_active
 from ranklens_core.adapters import TIMER_FILES, Adapters
+from ranklens_core.bypass import Bypasses, refuse
 from ranklens_core.c10d.groups import Groups
 from ranklens_core.c10d.interpose import install
 from ranklens_core.c10d.patience import Patience
@@ -67,6 +69,7 @@ class LoneRank:
         self._replayer: Replayer | None = None
         check_place(os.environ, rank, world_size)
         try:
+            mark_active(self.patches)
             self._set_place(local_rank, local_world_size)
             # where a call was made is looked up only for the messages that need it
             self.sites = Sites(TIMER_FILES)
@@ -83,6 +86,8 @@ class LoneRank:
             self.synthesiser = Synthesiser(peers, Unwritten(self.patches) if makes_up else None)
             self.adapters = Adapters(self.steps, strict=False, peers=peers if makes_up else None)
             self.patches.on_undo(self.adapters.remove)
+            self.bypasses = Bypasses(refuse)
+            self.patches.on_undo(self.bypasses.remove)
             self.signatures = Signatures(self.groups, None, lambda _: None)
         except BaseException:
             self.undo()

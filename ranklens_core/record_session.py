@@ -12,7 +12,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ranklens_core import environment
+from ranklens_core.active import mark_active
 from ranklens_core.adapters import TIMER_FILES, Adapters
+from ranklens_core.bypass import Bypasses
 from ranklens_core.c10d.groups import Groups
 from ranklens_core.c10d.interpose import install
 from ranklens_core.c10d.meeting import Meeting
@@ -27,7 +29,15 @@ from ranklens_core.place import RankEnvironment
 from ranklens_core.printed import PrintedMetrics
 from ranklens_core.program import Program
 from ranklens_core.recorder import Recorder, Values
-from ranklens_core.schema import OLDEST_READER, TRACE_VERSION, GroupRecord, RunRecord, Signature, Step
+from ranklens_core.schema import (
+    OLDEST_READER,
+    TRACE_VERSION,
+    EnvironmentItem,
+    GroupRecord,
+    RunRecord,
+    Signature,
+    Step,
+)
 from ranklens_core.steps import OptimizerSteps, Steps
 from ranklens_core.trace import (
     RUN_FILE,
@@ -102,12 +112,16 @@ class RecordSession:
             _write_run_file(directory, run)  # over one that is there: it may be of an overwritten trace
         self._clock, self._world_size = clock, run.world_size
         self.writer = TraceWriter(directory, run, header, clock=clock)
+        self._patches = Patches()
+        mark_active(self._patches)
         for item in environment.capture():
             self.writer.environment(item)
         self.steps = Steps(clock, self._name_roles, self._step_ended)
         self._groups = Groups(self._new_group)
         self._meeting = Meeting(self.writer.meeting)
         self.adapters = Adapters(self.steps, strict=False)
+        self._bypassed: set[str] = set()
+        self._bypasses = Bypasses(self._bypass_used)
         signatures = Signatures(self._groups, Sites(TIMER_FILES), self._new_signature)
         self.recorder = Recorder(self.writer, signatures, self.steps, Values(keep_values, window), clock)
         self.writer.watch(self.recorder.activity)
@@ -115,7 +129,6 @@ class RecordSession:
         self._printed = PrintedMetrics(self.writer.printed)
         self._reads = environment.VariableReads(self.writer.environment)
         self._interposer = install(self.recorder)
-        self._patches = Patches()
         before_exit(self._patches, self._last_words)
         before_exec(self._patches, self._end_before_exec)
 
@@ -130,6 +143,7 @@ class RecordSession:
         self._name_roles()
         self.adapters.remove()
         self._meeting.remove()
+        self._bypasses.remove()
         self._groups.close()
         if error is None or isinstance(error, SystemExit):
             self.writer.close(exit_status)
@@ -175,6 +189,12 @@ class RecordSession:
         if self._cores is not None:
             # the backend has threads for the group by now
             self._cores.move_helpers(self.rank)
+
+    def _bypass_used(self, name: str, message: str) -> None:
+        if name not in self._bypassed:
+            self._bypassed.add(name)
+            log.warning("%s", message)
+            self.writer.environment(EnvironmentItem(kind=environment.BYPASSED, name=name, value="used"))
 
     def _new_signature(self, signature: Signature) -> None:
         self.writer.signature(signature)

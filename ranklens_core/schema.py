@@ -183,7 +183,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EnvironmentItem(msgspec.Struct, frozen=True, kw_only=True):
-    """One fact about where the program ran: kind is ``variable``, ``threads``, ``flag`` or ``version``."""
+    """One fact about where the program ran: see docs/trace-format.md for the kinds."""
 
     kind: str
     name: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -15,7 +16,9 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import p2p_communication, schedules
 from torch._C._distributed_c10d import ProcessGroup
 
+from ranklens_core import cpu_cuda
 from ranklens_core.c10d.peers import Peers
+from ranklens_core.import_hook import ImportHook
 from ranklens_core.patches import Patches
 from ranklens_core.steps import Steps
 
@@ -52,6 +55,9 @@ ROLES = {
 """Globals of ``parallel_state`` (a group, a list of groups, or groups by size) and the field's short
 names of their roles; ``role_named`` names the others."""
 
+KERNELS = "megatron.legacy.fused_kernels"
+"""Megatron-LM's module whose ``load(args)`` asks nvcc for its version before training starts."""
+
 
 class Adapter:
     """Patches Megatron while it lives; see ``ranklens_core.adapters.Adapter``."""
@@ -68,6 +74,8 @@ class Adapter:
         for cls in _with_subclasses(MegatronOptimizer):
             self._watch(cls)
         self._patches.set(MegatronOptimizer, "__init_subclass__", classmethod(self._subclassed))
+        if cpu_cuda.is_installed():
+            self._patches.on_undo(ImportHook({KERNELS: self._load_no_kernels}).remove)
 
     def roles(self) -> Mapping[ProcessGroup, str]:
         """Roles of the groups that exist; one group may have several, joined by ``+``."""
@@ -91,6 +99,10 @@ class Adapter:
     def remove(self) -> None:
         """Leave Megatron as it was. Idempotent."""
         self._patches.undo()
+
+    def _load_no_kernels(self) -> None:
+        """Where the CPU stands in for CUDA there is no nvcc, and Megatron's own Python code runs instead."""
+        self._patches.set(sys.modules[KERNELS], "load", lambda args: None)
 
     def _begins(self, schedule: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(schedule)

@@ -18,7 +18,10 @@ FLOORS: list[list[str]] = [
         "patches",
         "debugger",
         "leaving",
+        "own_command",
         "hash_seed",
+        "active",
+        "start_over",
         "configs_dir",
         "import_hook",
     ],
@@ -26,6 +29,7 @@ FLOORS: list[list[str]] = [
     ["completion", "timing", "check"],
     [
         "task",
+        "settings",
         "matching",
         "delivery",
         "spans",
@@ -41,6 +45,7 @@ FLOORS: list[list[str]] = [
         "verdict",
         "environment",
         "program_end",
+        "bypass",
         "program",
         "preimport",
         "printed",
@@ -74,6 +79,9 @@ lower floor, or earlier on its own. Above them all stand the adapters (``ADAPTER
 
 DOORS = ("__init__", "__main__")
 """The package's own two files: they may import everything in the core, and nothing imports them."""
+
+ADAPTER_DOORS = ("__main__",)
+"""What starts a program from an adapter's package: it uses what the verbs use."""
 
 LAZY_ADAPTERS = "adapters"
 """The only module of the core that may import an adapter, and only inside a function."""
@@ -115,7 +123,11 @@ def _objection(package: str, module: str, target: str, in_function: bool) -> str
     if to_module not in ORDER:
         return "it has no floor: add it to FLOORS in tests/layers.py"
     if package in ADAPTERS:
-        return "" if to_module not in FLOORS[-1] else "an adapter imports session and lower floors only"
+        return (
+            ""
+            if to_module not in FLOORS[-1] or module in ADAPTER_DOORS
+            else "of an adapter only its __main__ imports the command line"
+        )
     if ORDER.index(to_module) > ORDER.index(module):
         return f"it stands above (floor {_floor(to_module)}, the importer is on {_floor(module)})"
     return ""

@@ -69,7 +69,7 @@ def test_allowed(path: str, source: str) -> None:
         ),
         ("ranklens_core/adapters.py", "import ranklens_megatron", "inside a function"),
         ("ranklens_megatron/roles.py", "import ranklens_deepspeed", "knows nothing of the other"),
-        ("ranklens_megatron/roles.py", "from ranklens_core.cli import main", "session and lower floors only"),
+        ("ranklens_megatron/roles.py", "from ranklens_core.cli import main", "only its __main__"),
     ],
 )
 def test_forbidden(path: str, source: str, reason: str) -> None:

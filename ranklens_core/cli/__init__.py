@@ -65,6 +65,11 @@ def main() -> None:
     Exit status: 0 good; 2 usage; 3 structure mismatch; 4 values diverged; 5 trace unusable;
     6 communication RankLens cannot stand in for; else the program's own.
     """
+    prepare_process()
+
+
+def prepare_process() -> None:
+    """What every command begins with: its standard streams and RankLens' own logger."""
     _open_closed_streams()
     # our own logger alone: the root logger is the program's to configure
     logger = logging.getLogger("ranklens")

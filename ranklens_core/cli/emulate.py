@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -15,6 +15,9 @@ from ranklens_core.cli.options import (
     program_argument,
     verdict_option,
 )
+
+if TYPE_CHECKING:
+    from ranklens_core.program import Program
 
 
 @click.command()
@@ -52,25 +55,51 @@ def command(
     \b
       ranklens emulate --world-size 256 --rank 200 --network h100-ib400 -- train.py
     """
+    from ranklens_core.program import Program
+
+    sys.exit(
+        emulate_program(
+            Program.parse(program),
+            world_size,
+            rank,
+            task,
+            network=network,
+            bandwidth=bandwidth,
+            pdb=pdb,
+            cpu=cpu,
+            verdict_file=verdict,
+        )
+    )
+
+
+def emulate_program(
+    program: Program,
+    world_size: int,
+    rank: int,
+    task: str,
+    *,
+    network: str | None = None,
+    bandwidth: float = 1.0,
+    pdb: bool = False,
+    cpu: bool = False,
+    verdict_file: Path | None = None,
+) -> int:
+    """Emulate and print the verdict; returns the exit status."""
     from ranklens_core.cli.alone import run_alone
     from ranklens_core.emulate_session import EmulateSession
     from ranklens_core.preimport import guess_preimports
-    from ranklens_core.program import Program
     from ranklens_core.standin import wants_cpu_cuda
     from ranklens_core.task import task_named
     from ranklens_core.timing.network import network_named
 
-    parsed = Program.parse(program)
     chosen = task_named(task)
     described = network_named(network, bandwidth)
-    recording = f"ranklens record --nproc {world_size} -- {shlex.join(program)}"
-    sys.exit(
-        run_alone(
-            parsed,
-            lambda: EmulateSession(rank, world_size, chosen, described),
-            cpu_cuda=wants_cpu_cuda(cpu, guess_preimports(parsed)),
-            pdb=pdb,
-            verdict_file=verdict,
-            next_commands=lambda _: [f"{recording}    (real values, then ranklens replay)"],
-        )
+    recording = f"ranklens record --nproc {world_size} -- {program.describe()}"
+    return run_alone(
+        program,
+        lambda: EmulateSession(rank, world_size, chosen, described),
+        cpu_cuda=wants_cpu_cuda(cpu, guess_preimports(program)),
+        pdb=pdb,
+        verdict_file=verdict_file,
+        next_commands=lambda _: [f"{recording}    (real values, then ranklens replay)"],
     )

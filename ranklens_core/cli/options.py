@@ -9,10 +9,11 @@ from typing import Any, TypeVar
 import click
 
 from ranklens_core.errors import UsageError
+from ranklens_core.settings import DEFAULT_TRACE, parse_window
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-DEFAULT_OUT = "ranklens-trace"
+DEFAULT_OUT = DEFAULT_TRACE
 
 program_argument = click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="-- PROGRAM [ARGS...]")
 
@@ -52,14 +53,12 @@ def parse_steps(_: click.Context, __: click.Parameter, value: str | None) -> tup
     """``A:B`` as (A, B), ``A:`` as (A, None)."""
     if value is None:
         return None
-    first, colon, end = value.partition(":")
     try:
-        window = (int(first or 0), int(end) if end else None)
+        return parse_window(value)
     except ValueError:
-        window = (-1, None)
-    if not colon or window[0] < 0 or (window[1] is not None and window[1] <= window[0]):
-        raise UsageError(f"--steps takes A:B with 0 <= A < B (or A:), counted from 0, not {value!r}.")
-    return window
+        raise UsageError(
+            f"--steps takes A:B with 0 <= A < B (or A:), counted from 0, not {value!r}."
+        ) from None
 
 
 def parse_ranks(_: click.Context, __: click.Parameter, value: str | None) -> tuple[int, ...]:

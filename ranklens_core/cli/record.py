@@ -118,7 +118,7 @@ def command(
                 "Whose values shall be kept? Say --payload all, none or ranks like 0,5 (all of a large job "
                 "can be many gigabytes)."
             )
-        status = _record_this_rank(parsed, out, payload, steps, cpu=cpu, overwrite=overwrite, timing=timing)
+        status = record_this_rank(parsed, out, payload, steps, cpu=cpu, overwrite=overwrite, timing=timing)
     sys.exit(status)
 
 
@@ -200,7 +200,7 @@ def record_local(
     return result.status
 
 
-def _record_this_rank(
+def record_this_rank(
     program: Program,
     out: Path,
     payload: str,
@@ -208,8 +208,9 @@ def _record_this_rank(
     *,
     cpu: bool,
     overwrite: bool,
-    timing: Timing,
+    timing: Timing = WALL_TIME,
 ) -> int:
+    """Record the rank that this process is, started by a launcher; returns the exit status."""
     from ranklens_core.place import RankEnvironment, run_id_of
     from ranklens_core.preimport import guess_preimports
     from ranklens_core.record_session import describe_run

@@ -63,7 +63,7 @@ def command(
     from ranklens_core.program import Program
 
     parsed = Program.parse(program)
-    _take_hash_seed(trace, rank)
+    take_hash_seed(trace, rank)
     status = replay_program(
         parsed,
         trace,
@@ -123,7 +123,7 @@ def replay_program(
     )
 
 
-def _take_hash_seed(directory: Path, rank: int) -> None:
+def take_hash_seed(directory: Path, rank: int) -> None:
     """Start over with the recorded PYTHONHASHSEED, before torch has been imported."""
     from ranklens_core.hash_seed import VARIABLE, fix_hash_seed
     from ranklens_core.trace import open_trace
