@@ -15,6 +15,7 @@ from ranklens_core.timing.join import Joined, join
 from ranklens_core.timing.ranklog import NO_TIME, Int64, RankLog
 from ranklens_core.timing.schedule import Compute, schedules
 from ranklens_core.timing.simulate import Simulation, simulate
+from ranklens_core.timing.virtual import in_virtual_time
 
 
 def signature(op: str, group: str, **changes: Any) -> Signature:
@@ -186,25 +187,7 @@ def _recorded(draw: st.DrawFn, logs: Sequence[RankLog], own: Mapping[int, list[i
         for plan in schedules(joined, Compute.WALL)
     ]
     simulation = simulate(joined, binding, plans, transfer[joined.exchange])
-    return [_with_times(simulation, place) for place in range(len(joined.logs))]
-
-
-def _with_times(simulation: Simulation, place: int) -> RankLog:
-    """A log as it would be recorded of the simulated rank."""
-    joined, log = simulation.joined, simulation.joined.logs[place]
-    rows = joined.rows_of(log.rank)
-    schedule = simulation.schedules[place]
-    is_wait = np.isin(schedule.entry, log.wait_entry)
-    end = simulation.end_ns[rows]
-    return dataclasses.replace(
-        log,
-        enqueue_ns=simulation.start_ns[rows],
-        start_ns=simulation.start_ns[rows],
-        end_ns=end,
-        return_ns=np.where(log.blocking, end, NO_TIME),
-        wait_begin_ns=simulation.begin_ns[place][is_wait],
-        wait_end_ns=simulation.release_ns[place][is_wait],
-    )
+    return list(in_virtual_time(simulation).logs)
 
 
 def again(joined: Joined, binding: Binding, survivor: int, own_ns: Int64 | None = None) -> Simulation:
