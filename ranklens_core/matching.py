@@ -43,7 +43,8 @@ class Matcher:
     """The recorded calls of one rank.
 
     ``realigns``: the program may make more or fewer calls in a step than were recorded; what is no record
-    of the step is passed over, and the next call is looked for again.
+    of the step is passed over, and the next call is looked for again. Nor does it end with a recording that
+    broke off.
     ``stops`` says whether a mismatch is an error; ``keeps_window`` whether the program ends with the
     recorded window. ``total`` and ``training_total`` count recorded calls, ``matched`` and
     ``training_matched`` those the program has made; ``comparable`` recorded training calls have inputs to
@@ -66,7 +67,7 @@ class Matcher:
         self._groups = groups
         self._sites = sites
         self._stops = stops
-        self._realigns = realigns
+        self.realigns = realigns
         self._window_end = record.value_steps[1] if record.value_steps and keeps_window else None
         self._structures: dict[tuple[object, ...], int] = {}
         self._live_structures: dict[int, int] = {}
@@ -89,7 +90,7 @@ class Matcher:
         sequence = self._lanes.get(interned.lane)
         if sequence is None:
             sequence = self._lanes[interned.lane] = _Sequence()
-        if self._realigns:
+        if self.realigns:
             self._realign(interned, sequence, step)
         at = sequence.at
         recorded: CallRecord | None = None
@@ -103,10 +104,10 @@ class Matcher:
                 self.matched += 1
                 self.training_matched += self.is_training(recorded)
                 return Match(recorded, at)
-        elif not self._rank.complete:
+        elif not self._rank.complete and not self.realigns:
             raise self._ended(interned)
         self._mismatch(interned, sequence, recorded, step)
-        if not self._realigns:
+        if not self.realigns:
             # keep the sequence aligned: this call took the record's place
             sequence.at = min(at + 1, len(sequence.records))
         return Match(None, at)

@@ -92,7 +92,7 @@ class ReplaySession:
                 self._lone.sites,
                 stops=self._on_mismatch is OnMismatch.STOP,
                 realigns=self._on_mismatch is OnMismatch.ESTIMATE,
-                keeps_window=task.result is Result.RECORDED,
+                keeps_window=task.result is Result.RECORDED and self._on_mismatch is not OnMismatch.ESTIMATE,
             )
             self._differences = environment.restore(self.record.environment, self._lone.patches)
             self._replayer = Replayer(

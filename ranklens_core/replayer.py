@@ -174,14 +174,16 @@ class Replayer:
         self.guessed = self.guessed or f"the integers of {place}"
 
     def _lacks_values(self, call: Call, record: CallRecord) -> bool:
-        """Whether the call ended well, but its results were not kept, and the task takes others."""
+        """Whether the task takes other results than the recorded ones, and these were not kept (the call
+        ended well) or are lost (the recording broke off, and the program goes on past that)."""
+        assert self._trace is not None
+        if not self._task.falls_back:
+            return False
         completion = record.completion
-        return (
-            self._task.falls_back
-            and completion is not None
-            and not completion.error
-            and len(completion.out_addresses) != len(call.outputs)
-        )
+        if completion is None or completion.error:
+            goes_on = self._matcher is not None and self._matcher.realigns
+            return goes_on and not was_survived(record, self._trace.record)
+        return len(completion.out_addresses) != len(call.outputs)
 
     def _compare(self, call: Call, interned: Interned, record: CallRecord, seq_id: int) -> None:
         assert self._matcher is not None

@@ -149,3 +149,104 @@ def test_what_cannot_be_emulated_is_refused_before_the_program_runs(
     assert done.returncode == 2
     assert text in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("rank", [0, 5, 15], ids=["first", "middle", "last"])
+def test_pipeline_stages_know_the_shapes_of_the_stages_before(
+    run_cli: RunCli, tmp_path: Path, cases_dir: Path, rank: int
+) -> None:
+    file = tmp_path / "verdict.json"
+    done = run_cli(
+        "emulate", "--world-size", "16", "--rank", str(rank), "--network", "loopback", "--verdict", file,
+        "--", cases_dir / "deepspeed_pipe.py", env={"STAGES": "4", "STEPS": "2"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)]
+    assert len(losses) == 2
+    assert all(map(math.isfinite, losses))
+    assert len(json.loads(file.read_text())["steps"]) == 2
+
+
+def test_variable_sequence_lengths_of_megatron(run_cli: RunCli, tmp_path: Path, cases_dir: Path) -> None:
+    program = tmp_path / "variable.py"
+    source = (cases_dir / "megatron_gpt.py").read_text()
+    program.write_text(
+        source.replace(
+            "masked_softmax_fusion=False,",
+            "masked_softmax_fusion=False, variable_seq_lengths=True, moe_token_dispatcher_type='alltoall',",
+        )
+    )
+    _, out = emulate(
+        run_cli, tmp_path, "--world-size", "16", "--rank", "5", "--cpu", "--", str(program)
+    )  # fmt: skip
+    norms = [float(norm) for norm in re.findall(r"grad_norm (\S+)", out)]
+    assert len(norms) == 3
+    assert all(math.isfinite(norm) and norm > 0 for norm in norms)
+
+
+def test_an_nccl_program_without_a_gpu(run_cli: RunCli, tmp_path: Path) -> None:
+    program = tmp_path / "ring.py"
+    program.write_text(
+        "import time, torch, torch.distributed as dist\n"
+        "dist.init_process_group('nccl')\n"
+        "rank, world = dist.get_rank(), dist.get_world_size()\n"
+        "sent, got = torch.ones(1 << 20), torch.zeros(1 << 20)\n"
+        "begin = time.monotonic()\n"
+        "works = dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, (rank + 1) % world),\n"
+        "                                dist.P2POp(dist.irecv, got, (rank - 1) % world)])\n"
+        "early = bool(got.any())\n"
+        "for work in works:\n"
+        "    work.wait()\n"
+        "print('works', len(works), 'early', early, 'late', bool(got.any()))\n"
+        "print('backend', dist.get_backend(), 'ms', 1000 * (time.monotonic() - begin))\n"
+    )
+    network = tmp_path / "slow.yaml"
+    network.write_text(
+        "name: slow\ndescription: slow\nnode:\n  name: slow\n  ranks_per_node: 8\n  link: loopback\n"
+        "  alpha_beta: {latency_us: 200000.0, bandwidth_GBps: 10.0}\n"
+    )
+    _, out = emulate(
+        run_cli, tmp_path, "--world-size", "4", "--rank", "1", "--network", str(network), "--", str(program)
+    )
+    assert "works 1 early False late True" in out  # the batch has one Work, complete when all of it is
+    assert "backend nccl" in out
+    assert float(out.split("ms ")[1]) >= 200
+
+
+def test_a_failure_over_gathered_objects_is_told_so(run_cli: RunCli, tmp_path: Path) -> None:
+    program = tmp_path / "names.py"
+    program.write_text(
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "names = [None] * dist.get_world_size()\n"
+        "dist.all_gather_object(names, dist.get_rank())\n"
+        "assert names == list(range(len(names))), 'who is who?'\n"
+    )
+    done = run_cli("emulate", "--world-size", "4", "--rank", "0", "--", str(program))
+    assert done.returncode == 1
+    assert "AssertionError: who is who? (The objects of all_gather at" in done.stderr
+
+
+def test_times_add_up_although_calls_are_shorter_than_our_own_work(run_cli: RunCli, tmp_path: Path) -> None:
+    program = tmp_path / "calls.py"
+    program.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "model = torch.nn.Linear(8, 8)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for step in range(3):\n"
+        "    model(torch.ones(1, 8)).sum().backward()\n"
+        "    for _ in range(200):\n"
+        "        dist.all_reduce(torch.ones(64))\n"
+        "    optimizer.step()\n"
+    )
+    verdict, _ = emulate(
+        run_cli, tmp_path, "--world-size", "8", "--rank", "0", "--network", "h100-ib400", "--", str(program)
+    )
+    steps = verdict["steps"]
+    assert isinstance(steps, list)
+    for step in steps:
+        parts = step["parts"]
+        assert parts["compute_ns"] > 0
+        # 200 calls of some 10 us, also those that nothing was left of to wait for
+        assert 1_000_000 < parts["transfer_ns"] < step["wall_ns"]

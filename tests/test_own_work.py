@@ -1,64 +1,65 @@
-"""What the program notices of RankLens' own work; a manual clock, whose CPU time moves with it."""
+"""RankLens' own work in a replay without recorded times: no part of the program's time."""
 
 from __future__ import annotations
 
-from ranklens_core.clock import ManualClock
+import pytest
+
+from ranklens_core.clock import ManualClock, PausableClock
 from ranklens_core.own_work import Excluded
 
 
-class Idle(ManualClock):
-    """A clock whose time can pass without the thread having run."""
-
-    idle_ns = 0
-
-    def thread_cpu_ns(self) -> int:
-        return self.now_ns() - self.idle_ns
-
-    def pass_idle(self, by_ns: int) -> None:
-        self.advance(by_ns)
-        self.idle_ns += by_ns
+@pytest.fixture
+def manual() -> ManualClock:
+    return ManualClock(1000)
 
 
-def test_work_in_an_asynchronous_call_is_made_up_for() -> None:
-    clock = Idle(1000)
-    own = Excluded(clock)
-    begin = own.begin_ns(own.enter(), None)
-    clock.advance(30)  # matching, submitting
-    own.leave(begin)
-    clock.advance(100)  # the program computes
-    # it came 130 after the first call, 30 of which were ours
-    assert own.begin_ns(own.enter(), None) == 1100
-    assert own.wait_begin_ns(clock.now_ns()) == 1100
+@pytest.fixture
+def time(manual: ManualClock) -> PausableClock:
+    return PausableClock(manual)
 
 
-def test_work_in_a_call_that_holds_the_program_longer_is_no_loss() -> None:
-    clock = Idle(1000)
-    own = Excluded(clock)
-    own.enter()
-    clock.advance(30)
-    clock.pass_idle(70)
-    own.leave(1100)
-    assert own.begin_ns(own.enter(), None) == 1100
+def test_a_long_call_makes_up_for_own_work(manual: ManualClock, time: PausableClock) -> None:
+    own = Excluded(time)
+    entered_ns = own.enter()
+    manual.advance(30)  # our own work
+    due_ns = own.begin_ns(entered_ns, None) + 50
+    time.sleep_until(due_ns)
+    assert own.leave(due_ns) == 1050
+    assert manual.now_ns() == 1050
 
 
-def test_what_is_not_made_up_for_at_once_is_carried_on() -> None:
-    clock = Idle(1000)
-    own = Excluded(clock)
-    begin = own.begin_ns(own.enter(), None)
-    clock.advance(50)
-    own.leave(begin)
-    begin = own.begin_ns(own.enter(), None)
-    assert begin == 1000
-    clock.advance(5)
-    own.leave(begin + 20)  # a transfer of 20: 35 are left
-    assert own.begin_ns(own.enter(), None) == 1055 - 35
+def test_by_what_a_call_is_too_short_for_the_clock_is_set_back(
+    manual: ManualClock, time: PausableClock
+) -> None:
+    own = Excluded(time)
+    for call in range(100):
+        entered_ns = own.enter()
+        manual.advance(30)
+        due_ns = own.begin_ns(entered_ns, None) + 10
+        time.sleep_until(due_ns)
+        assert own.leave(due_ns) == 1000 + 10 * (call + 1)
+    assert (time.now_ns(), manual.now_ns(), time.lost_ns) == (2000, 4000, 0)
 
 
-def test_a_busy_machine_is_not_our_work() -> None:
-    clock = Idle(1000)
-    own = Excluded(clock)
-    begin = own.begin_ns(own.enter(), None)
-    clock.advance(10)
-    clock.pass_idle(5000)  # others had the core
-    own.leave(begin)
-    assert own.begin_ns(own.enter(), None) == 6010 - 10
+def test_a_call_that_does_not_hold_leaves_its_work_to_the_next(
+    manual: ManualClock, time: PausableClock
+) -> None:
+    own = Excluded(time)
+    entered_ns = own.enter()
+    manual.advance(30)
+    own.pass_by(entered_ns)
+    manual.advance(100)  # the program's
+    begin_ns = own.wait_begin_ns(own.enter())
+    assert begin_ns == 1100
+    time.sleep_until(1120)
+    assert own.leave_wait(1120) == 1120
+    assert (time.now_ns(), manual.now_ns()) == (1120, 1130)
+
+
+def test_a_debuggers_pause_is_told_from_it(manual: ManualClock, time: PausableClock) -> None:
+    time.pause()
+    manual.advance(500)
+    time.resume()
+    time.set_back(40)
+    manual.advance(100)
+    assert (time.now_ns(), time.lost_ns) == (1060, 500)

@@ -15,7 +15,9 @@ from ranklens_core.c10d.call import Call, Proceed
 from ranklens_core.c10d.interpose import install
 from ranklens_core.c10d.ops import Returns
 from ranklens_core.c10d.synthesise import NOISE_SCALE, Synthesiser
+from ranklens_core.c10d.unwritten import MAKERS, Unwritten
 from ranklens_core.c10d.work import completed_work
+from ranklens_core.patches import Patches
 
 
 class Synthesising:
@@ -164,7 +166,15 @@ def test_a_broadcast_gives_what_this_rank_would_have_sent(handler: Synthesising)
     assert nobody_wrote.abs().max() < 1
 
 
-def test_a_message_is_like_the_last_one_sent_of_its_shape(handler: Synthesising) -> None:
+def test_a_broadcast_seen_as_bytes_keeps_the_parameter(handler: Synthesising) -> None:
+    # DeepSpeed broadcasts parameters so
+    weight = torch.randn(32, 32)
+    before = weight.clone()
+    dist.broadcast(weight.view(torch.uint8), 2)
+    assert torch.equal(weight, before)
+
+
+def test_a_message_is_like_what_was_sent_on_of_its_shape(handler: Synthesising) -> None:
     dist.send(torch.full((64, 64), 5.0), 2)
     dist.send(torch.tensor([2, 17, 32]), 2)
     activation, shape = torch.empty(64, 64), torch.empty(3, dtype=torch.int64)
@@ -172,6 +182,82 @@ def test_a_message_is_like_the_last_one_sent_of_its_shape(handler: Synthesising)
     dist.recv(shape, 0)
     assert activation.std().item() == pytest.approx(5.0, rel=0.05)
     assert shape.tolist() == [2, 17, 32]
+    # a gradient comes from where the activation went: it is not like that
+    gradient = torch.empty(64, 64)
+    dist.recv(gradient, 2)
+    assert gradient.std().item() == pytest.approx(NOISE_SCALE, rel=0.05)
+
+
+def test_a_stage_that_amplifies_is_not_fed_its_own_output(handler: Synthesising) -> None:
+    activation = torch.empty(64, 64)
+    for _ in range(2000):
+        dist.recv(activation, 0)
+        dist.send(activation * 3, 2)
+    assert activation.std().item() == pytest.approx(3 * NOISE_SCALE, rel=0.05)
+
+
+def test_what_an_adapter_knows_of_a_peer_is_received(handler: Synthesising) -> None:
+    shape, ours = torch.empty(4, dtype=torch.int32), torch.tensor([-1, -1])
+    with handler.synthesiser.peers.sending(torch.tensor([2, 17])):
+        dist.recv(shape, 0)
+        dist.broadcast(ours, 2)
+    assert (shape.tolist(), ours.tolist()) == ([2, 17, 0, 0], [2, 17])
+    dist.broadcast(ours.fill_(-1), 2)
+    assert ours.tolist() == [-1, -1]
+
+
+def test_truth_values_and_8_bit_floats_are_summed(handler: Synthesising) -> None:
+    flags, small = torch.tensor([True, False]), torch.tensor([1.5, -2.0]).to(torch.float8_e4m3fn)
+    dist.all_reduce(flags)
+    dist.all_reduce(small)
+    assert flags.tolist() == [True, False]
+    assert small.float().tolist() == [6.0, -8.0]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_an_own_part_that_lies_in_the_gathered_whole(handler: Synthesising) -> None:
+    whole = torch.tensor([0.0, 0.0, 5.0, 6.0, 0.0, 0.0, 0.0, 0.0])
+    dist.all_gather_into_tensor(whole, whole[2:4])
+    assert whole.tolist() == [5.0, 6.0] * 4
+    # a sharded optimizer's parameters: those of the other ranks are there from the start
+    whole[2:4] = 7.0
+    dist.all_gather_into_tensor(whole, whole[2:4])
+    assert whole.tolist() == [5.0, 6.0, 7.0, 7.0, 5.0, 6.0, 5.0, 6.0]
+
+
+def test_fresh_buffers_are_zero_and_told_from_parameters(handler: Synthesising) -> None:
+    with Patches() as patches:
+        handler.synthesiser = Synthesiser(unwritten=Unwritten(patches))
+        tokens, mask = torch.empty(64, 64, dtype=torch.int64), torch.empty(64, 64)
+        again = torch.randn(3, 3).new_empty(5)
+        bias = torch.empty(64, 64).fill_(1.0)
+        flag = torch.zeros(1)
+        assert not tokens.any()
+        assert not mask.any()
+        assert not again.any()
+        for tensor in (tokens, mask, bias, flag):
+            dist.broadcast(tensor, 2)
+        assert not tokens.any()
+        assert (mask > 0).all()  # it may be what a loss is divided by
+        assert (bias == 1).all()
+        assert flag.item() == 0
+    assert all(getattr(owner, name).__name__ != "made_zero" for owner, name in MAKERS)
+
+
+def test_values_do_not_depend_on_when_results_arrive(handler: Synthesising) -> None:
+    received = [[torch.empty(8), torch.empty(8)] for _ in range(2)]
+    for order, tensors in zip((1, -1), received, strict=True):
+        handler.synthesiser = Synthesiser()
+        waiting: list[Callable[[], None]] = []
+        handler.synthesiser.fill = (  # type: ignore[method-assign]
+            lambda call, set_up, waiting=waiting: waiting.append(handler.synthesiser.filling(call))
+        )
+        for tensor in tensors:
+            dist.irecv(tensor, 0)
+        for write in waiting[::order]:
+            write()
+    assert all(map(torch.equal, *received))
+    assert not torch.equal(*received[0])
 
 
 def test_a_parameter_that_is_another_ranks_is_no_zero(handler: Synthesising) -> None:

@@ -49,3 +49,33 @@ def test_what_was_changed_is_estimated_and_the_rest_is_recorded(run_cli: RunCli,
     verdict = json.loads(file.read_text())
     assert (fewer.returncode, verdict["status"]) == (0, "ok"), fewer.stderr
     assert verdict["provenance"]["result"] == {"recorded": 4, "synthesised": 0}
+
+
+def test_the_program_goes_on_where_the_recording_broke_off(run_cli: RunCli, tmp_path: Path) -> None:
+    program, trace, file = tmp_path / "train.py", tmp_path / "trace", tmp_path / "verdict.json"
+    program.write_text(
+        PROGRAM.replace(
+            "    optimizer.step()", "    assert step < int(os.environ.get('FAIL', 9))\n    optimizer.step()"
+        )
+    )
+    recorded = run_cli("record", "--nproc", "2", "--out", trace, "--", program, env={"FAIL": "1"})
+    assert recorded.returncode != 0
+    done = run_cli(
+        "replay", trace, "--rank", "0", "--task", "tune", "--verdict", file, "--", program, env={"FAIL": "9"}
+    )
+    verdict = json.loads(file.read_text())
+    assert (done.returncode, verdict["status"]) == (0, "ok"), done.stderr
+    assert verdict["provenance"]["result"] == {"recorded": 4, "synthesised": 3}
+    assert verdict["provenance"]["time"] == {"recorded": 4, "estimated": 3, "none": 0}
+
+
+def test_the_program_goes_on_after_the_recorded_window(run_cli: RunCli, tmp_path: Path) -> None:
+    program, trace, file = tmp_path / "train.py", tmp_path / "trace", tmp_path / "verdict.json"
+    program.write_text(PROGRAM)
+    assert run_cli("record", "--nproc", "2", "--out", trace, "--steps", "0:1", "--", program).returncode == 0
+    done = run_cli("replay", trace, "--rank", "0", "--task", "tune", "--verdict", file, "--", program)
+    verdict = json.loads(file.read_text())
+    assert (done.returncode, len(verdict["steps"])) == (0, 3), done.stderr
+    # the barrier's result is that it ends
+    assert verdict["provenance"]["result"] == {"recorded": 3, "synthesised": 4}
+    assert verdict["provenance"]["time"] == {"recorded": 7, "estimated": 0, "none": 0}

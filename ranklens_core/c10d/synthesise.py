@@ -97,7 +97,8 @@ class Synthesiser:
             return _all_of([_tiling(*pair) for pair in zip(outputs, inputs, strict=True)])
         # gathers: every peer contributes what this rank does, all its tensors before the next peer's;
         # all_to_all_single: what this rank sends, cut by what it receives
-        return _all_of([_tiling(tensor, inputs[index % len(inputs)]) for index, tensor in enumerate(outputs)])
+        pairs = [(tensor, inputs[index % len(inputs)]) for index, tensor in enumerate(outputs)]
+        return _all_of([_tiling(*pair) for pair in pairs if not _holds_all_parts(*pair)])
 
     def _reducing(self, call: Call, tensor: torch.Tensor, draw: int | None) -> Write:
         """``draw`` is None once the training has begun."""
@@ -160,6 +161,17 @@ def _tiling(out: torch.Tensor, source: torch.Tensor) -> Write:
 
 def _zero(tensor: torch.Tensor) -> None:
     tensor.zero_()
+
+
+def _holds_all_parts(whole: torch.Tensor, own: torch.Tensor) -> bool:
+    """Whether an own part is gathered in place into a whole that has the others' parts from before: sharded
+    optimizers do that with parameters. Copies of the own part would make all layers alike in one step."""
+    begin, inside = own.data_ptr() - whole.data_ptr(), whole.nbytes - own.nbytes
+    return (
+        own.numel() < whole.numel()
+        and 0 <= begin <= inside
+        and int(whole.count_nonzero()) > int(own.count_nonzero())
+    )
 
 
 def _is_sane(tensor: torch.Tensor) -> bool:

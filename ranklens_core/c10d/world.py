@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-import torch.testing._internal.distributed.fake_pg  # noqa: F401 registers the fake backend
+import torch.testing._internal.distributed.fake_pg
 from torch._C._distributed_c10d import FakeProcessGroup, ProcessGroup
 
 from ranklens_core.c10d.patience import Patience
@@ -96,7 +97,9 @@ class OneRankWorld:
             # options are for the real backend; torch keeps nothing of them that a program can read
             kwargs.update({"backend_options": None} if "backend_options" in kwargs else {})
             devices = c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map()
-            fake = ",".join(f"{device}:fake" for device in devices)
+            # an nccl program's tensors are the CPU's where there is no GPU
+            on_cpu = () if "cpu" in devices or _has_gpu() else ("cpu",)
+            fake = ",".join(f"{device}:fake" for device in (*devices, *on_cpu))
             pg, pg_store = helper(group_size, group_rank, global_ranks, fake, store, *args, **kwargs)
             if pg is not c10d.GroupMember.NON_GROUP_MEMBER:
                 # torch guesses the default from the backends' names and finds no gloo or nccl there
@@ -144,6 +147,12 @@ class OneRankWorld:
 def coalesces(backend: str) -> bool:
     """Whether the real backend batches calls between ``_start_coalescing`` and ``_end_coalescing``."""
     return "nccl" in backend
+
+
+def _has_gpu() -> bool:
+    """Whether there is a real one: ``torch.cuda`` may be the CPU stand-in."""
+    count = getattr(torch._C, "_cuda_getDeviceCount", None)
+    return count is not None and count() > 0
 
 
 def let_fake_groups_coalesce(patches: Patches, backend: str | None) -> None:
