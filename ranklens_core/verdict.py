@@ -296,7 +296,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
             if part
         ]
         recorded = f" ({'virtual' if virtual else 'recorded'})" if timing.step.recorded_ns is not None else ""
-        lines = [f"{steps}     calls: {calls}", f"median ms{recorded}: {', '.join(parts)}"]
+        lines = [f"{steps}     calls: {calls}", f"ms, median of each{recorded}: {', '.join(parts)}"]
         if virtual:
             lines.append("the virtual clock's times are estimated transfers on recorded compute (CPU time)")
         elif timing.estimated_pct:
