@@ -98,7 +98,7 @@ def test_a_world_that_contradicts_the_trace() -> None:
 
 @pytest.mark.parametrize("text", ["", "3", "b:3", "3:3", "-1:2", "4:2"])
 def test_what_is_no_window(text: str) -> None:
-    with pytest.raises(ValueError, match="invalid literal|^.:.$|^-1:2$|^3$|^$"):
+    with pytest.raises(ValueError, match=r"invalid literal|^.:.$|^-1:2$|^3$|^$"):
         parse_window(text)
 
 
