@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -37,6 +37,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 CASES = REPOSITORY.parent / "shared" / "cases"
 OWN = REPOSITORY / "tests" / "programs"
 RECORD = (sys.executable, "-m", "ranklens_core", "record")
+DIRECTORY = "{directory}"
+"""In a row's program: the directory of its run."""
+
 QUICK_NPROC = 8
 TIMEOUT_S = 900
 
@@ -60,8 +63,8 @@ def case(file: str) -> tuple[str, ...]:
     return (str(CASES / file),)
 
 
-def own(file: str) -> tuple[str, ...]:
-    return (str(OWN / file),)
+def own(file: str, *args: str) -> tuple[str, ...]:
+    return (str(OWN / file), *args)
 
 
 # Megatron numbers ranks tp first, then dp, then pp: rank = tp + TP * (dp + DP * pp).
@@ -98,6 +101,36 @@ ROWS = [
         for stages in (2, 4)
     ],
     *[Row(f"ddp, {nproc} ranks", nproc, case("ddp.py")) for nproc in (4, 7)],
+    *[
+        Row(f"megatron {name}", 4, own("megatron_features.py", *flags))
+        for name, flags in {
+            "interleaved PP2 VP2": ("--pp", "2", "--vp", "2"),
+            "DP, no dist. optimizer": ("--plain-optimizer",),
+            "same, overlapped": ("--plain-optimizer", "--overlap", "--tp", "2"),
+            "dist. optim. overlapped": ("--overlap", "--tp", "2"),
+            "EP2 all-to-all": ("--ep", "2"),
+            "sequence parallel": ("--tp", "2", "--sequence-parallel"),
+            "gloo groups": ("--gloo-groups", "--tp", "2"),
+            "checkpoint": ("--tp", "2", "--checkpoint", f"{DIRECTORY}/checkpoint"),
+            "evaluation, timers": ("--pp", "2", "--evaluate", "--timers"),
+            "bf16": ("--tp", "2", "--bf16", "--overlap"),
+        }.items()
+    ],
+    *[
+        Row(f"deepspeed {name}", 4, own("deepspeed_features.py", *flags))
+        for name, flags in {
+            "ZeRO-3 offload": ("--stage", "3", "--offload"),
+            "ZeRO++ hpZ": ("--stage", "3", "--hpz", "2"),
+            "tied pipe, 2 stages": ("--tied-stages", "2"),
+            "tied pipe, 4 stages": ("--tied-stages", "4"),
+            "MoE, expert groups": ("--stage", "1", "--experts", "2"),
+            "Ulysses": ("--stage", "1", "--ulysses", "2"),
+            "accumulation": ("--stage", "2", "--accumulate", "3"),
+            "bf16": ("--stage", "3", "--bf16"),
+            "checkpoint": ("--stage", "3", "--checkpoint", f"{DIRECTORY}/checkpoint"),
+            "comms logger": ("--stage", "1", "--comms-logger"),
+        }.items()
+    ],
     Row("own fsdp2", 4, own("fsdp2.py")),
     Row("own dtensor", 4, own("dtensor.py")),
     Row("own tiny TP2", 4, own("tiny.py"), {"TP": "2"}),
@@ -105,6 +138,16 @@ ROWS = [
     Row("own zero stage 3", 2, ("-m", "ranklens_deepspeed.examples.zero", "--stage", "3")),
     Row("own pipe 2 stages", 2, ("-m", "ranklens_deepspeed.examples.pipe", "--stages", "2")),
 ]
+
+NOT_ON_CPU = {
+    "megatron context parallelism": "megatron-core: 'Context parallelism is only supported by "
+    "TEDotProductAttention!'; Transformer Engine is built for CUDA only",
+    "deepspeed ZeRO++ qwZ, qgZ": "deepspeed: 'This op had not been implemented on CPU backend.' "
+    "(the quantizer is a CUDA kernel)",
+    "deepspeed DeepCompile": "its C++ operators are built by nvcc",
+    "Hugging Face Trainer": "the package transformers is not in constraints.txt: not installed here",
+}
+"""What these rows should cover and cannot without a GPU (or a package), with the reason seen."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +195,7 @@ class RowResult:
 
 def run(row: Row, ranks: Sequence[int], directory: Path) -> RowResult:
     """Record ``row`` and replay ``ranks`` of it; everything goes to ``directory``."""
+    row = replace(row, program=tuple(part.replace(DIRECTORY, str(directory)) for part in row.program))
     trace = directory / "trace"
     started = time.monotonic()
     recorded = subprocess.run(
@@ -365,6 +409,8 @@ def main() -> int:
             results.append(run(row, ranks, directory))
         print_row(results[-1])
     print_summary(results)
+    if not arguments.only:
+        print("\nnot run here:", *(f"  {name}: {reason}" for name, reason in NOT_ON_CPU.items()), sep="\n")
     perfect = bool(results) and all(result.is_perfect for result in results)
     ranks_done = sum(len(result.ranks) for result in results)
     print(f"\n{ranks_done} replays of {len(results)} programs: {'all 100%' if perfect else 'NOT all 100%'}")

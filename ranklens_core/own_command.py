@@ -31,7 +31,7 @@ def started_as() -> StartedAs | None:
     where ``sys.argv`` is not what python made of it any more."""
     own = len(sys.orig_argv) - len(sys.argv) + 1
     head, args = sys.orig_argv[1:own], sys.orig_argv[own:]
-    if args != sys.argv[1:] or not head:
+    if args != sys.argv[1:] or not head or sys.argv[0] == "-c":
         return None
     program = tuple(head[-2:] if head[-2:-1] == ["-m"] else head[-1:])
     options = tuple(head[: -len(program)])

@@ -45,10 +45,20 @@ class _Verbs(click.Group):
     def main(self, args: Sequence[str] | None = None, *rest: Any, **more: Any) -> Any:
         """Run; a ``RankLensError`` becomes one message and its exit status."""
         try:
-            return super().main(args, *rest, **more)
+            return super().main(_local_rank_moved(sys.argv[1:] if args is None else args), *rest, **more)
         except RankLensError as error:
             click.echo(f"ranklens: {printable(str(error))}", err=True)
             sys.exit(error.exit_status)
+
+
+def _local_rank_moved(args: Sequence[str]) -> list[str]:
+    """``--local_rank=N VERB ... -- PROGRAM``, as DeepSpeed's launcher starts it: it is for the program."""
+    if not args or not args[0].startswith("--local_rank=") or "--" not in args:
+        return list(args)
+    from ranklens_core.cli.door import move_local_rank
+
+    end = args.index("--") + 1
+    return [*args[1:end], *move_local_rank([args[0], *args[end:]])]
 
 
 @click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
