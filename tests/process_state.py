@@ -21,6 +21,7 @@ import psutil
 WATCHED = [
     "atexit",
     "builtins",
+    "ctypes:CDLL",
     "os",
     "os:_Environ",
     "posix",
@@ -40,6 +41,7 @@ WATCHED = [
     "torch.cuda",
     "torch.cuda.*",
     "torch.distributed",
+    "torch.distributed._symmetric_memory",
     "torch.distributed.distributed_c10d",
     "torch.distributed.rendezvous",
     "torch.nn:Module",
@@ -57,6 +59,7 @@ WATCHED = [
     "megatron.core.pipeline_parallel.schedules",
     "deepspeed",
     "deepspeed.comm",
+    "deepspeed.ops.op_builder.dc:DeepCompileBuilder",
     "deepspeed.runtime.engine:DeepSpeedEngine",
     "deepspeed.runtime.pipe.engine:PipelineEngine",
     "deepspeed.utils.groups",
