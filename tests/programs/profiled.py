@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,8 @@ for step in range(4):
         batch = torch.full((8, 64), float(rank))
         loss = net(batch).pow(2).mean()
         loss.backward()
+        if rank == 0:
+            time.sleep(0.05)  # rank 1 waits for it, on however busy a machine
         work = dist.all_reduce(net.weight.grad, group=pair, async_op=True)
         work.wait()
         dist.all_reduce(net.bias.grad)
