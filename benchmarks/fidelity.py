@@ -144,7 +144,7 @@ NOT_ON_CPU = {
     "deepspeed ZeRO++ qwZ, qgZ": "deepspeed: 'This op had not been implemented on CPU backend.' "
     "(the quantizer is a CUDA kernel)",
     "megatron checkpoint": "saving it and reading it back in one program fails in the CPU stand-in for CUDA: "
-    "'a view of a leaf Variable that requires grad is being used in an in-place operation' (distrib_optimizer.py)",
+    "'a view of a leaf Variable that requires grad is being used in an in-place operation'",
     "deepspeed DeepCompile": "its C++ operators are built by nvcc",
     "Hugging Face Trainer": "the package transformers is not in constraints.txt: not installed here",
 }
