@@ -99,7 +99,6 @@ class ManualClock:
 
     def __init__(self, now_ns: int = 0) -> None:
         self._now_ns = now_ns
-        self.delay_ns = 0
         self.cpu_off_ns = 0
         self._moved = threading.Condition()
 
@@ -110,7 +109,7 @@ class ManualClock:
         return self._now_ns - self.cpu_off_ns
 
     def thread_delay_ns(self) -> int:
-        return self.delay_ns
+        return 0
 
     def realtime_ns(self) -> int:
         return self._now_ns

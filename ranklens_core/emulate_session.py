@@ -7,11 +7,9 @@ from ranklens_core.delivery import AtOnce, Delivery
 from ranklens_core.errors import UsageError
 from ranklens_core.judgement import make_verdict
 from ranklens_core.lone_rank import LoneRank
-from ranklens_core.memory import MemoryWatch
 from ranklens_core.network_time import NetworkTime, check_world
 from ranklens_core.replayer import Replayer
-from ranklens_core.schema import Step
-from ranklens_core.step_times import StepTimes
+from ranklens_core.step_meter import StepMeter
 from ranklens_core.task import Task
 from ranklens_core.timekeeper import Timekeeper
 from ranklens_core.timing.estimate import Estimator
@@ -53,8 +51,7 @@ class EmulateSession:
         per_node = min(estimator.ranks_per_node if estimator else RANKS_PER_NODE, world_size)
         self.task = task
         self.verdict: Verdict | None = None
-        self._times: StepTimes | None = None
-        self._memory = MemoryWatch() if task.watches_memory else None
+        self._meter = StepMeter(task)
         self._network_time: NetworkTime | None = None
         pausable = PausableClock(clock or MonotonicClock())
         self._lone = LoneRank(
@@ -65,8 +62,8 @@ class EmulateSession:
             backend=None,
             clock=pausable,
             makes_up=True,
-            on_step_begin=self._on_step_begin,
-            on_step_end=self._on_step_end,
+            on_step_begin=self._meter.begin,
+            on_step_end=self._meter.end,
         )
         try:
             lone = self._lone
@@ -83,7 +80,7 @@ class EmulateSession:
                     groups=lone.made,
                     recorded={},
                 )
-                delivery, self._times = keeper.delivery, keeper.times
+                delivery, self._meter.times = keeper.delivery, keeper.times
             self._replayer = Replayer(
                 None,
                 None,
@@ -95,24 +92,12 @@ class EmulateSession:
                 lone.synthesiser,
                 delivery,
             )
-            if self._memory is not None:
-                self._memory.ready()
+            if self._meter.memory is not None:
+                self._meter.memory.ready()
             lone.start(self._replayer)
         except BaseException:
             self._lone.undo()
             raise
-
-    def _on_step_begin(self) -> None:
-        if self._times is not None:
-            self._times.begin()
-        if self._memory is not None:
-            self._memory.begin()
-
-    def _on_step_end(self, step: Step) -> None:
-        if self._times is not None:
-            self._times.end(step)
-        if self._memory is not None:
-            self._memory.end(step)
 
     def close(self, error: BaseException | None = None) -> Verdict:
         """Undo everything and judge; ``error`` is what ended the program, None for its own end."""
@@ -126,8 +111,8 @@ class EmulateSession:
             record=None,
             differences=(),
             error=error,
-            times=self._times,
-            memory=self._memory.result(tuple(self._lone.made.values())) if self._memory else None,
+            times=self._meter.times,
+            memory=self._meter.memory.result(tuple(self._lone.made.values())) if self._meter.memory else None,
             estimates=self._network_time.sources if self._network_time else {},
         )
         return self.verdict

@@ -10,9 +10,7 @@ from ranklens_core.c10d.ops import Kind
 from ranklens_core.c10d.signature import Interned
 from ranklens_core.errors import UsageError
 from ranklens_core.schema import NO_PEER, GroupRecord, Signature
-from ranklens_core.timing.estimate import Estimate, Estimator
-
-_PLAIN_OP = {"recv_any_source": "recv", "monitored_barrier": "barrier"}
+from ranklens_core.timing.estimate import SAME_RANK, Estimate, Estimator
 
 
 class NetworkTime:
@@ -43,10 +41,10 @@ class NetworkTime:
         if call.operator.kind in (Kind.SEND, Kind.RECV):
             ranks = (self._rank, self._peer(signature, ranks))
             if ranks[0] == ranks[1]:
-                return Estimate(0, "same rank", 0.0)
+                return Estimate(0, SAME_RANK, 0.0)
         dtypes = signature.in_dtypes or signature.out_dtypes
         return self._estimator.estimate(
-            _PLAIN_OP.get(signature.op, signature.op),
+            signature.op,
             ranks,
             signature.in_msg_bytes,
             signature.out_msg_bytes,

@@ -93,22 +93,28 @@ class Recorded:
 
     def leave(self, due_ns: int) -> int:
         """See ``OwnWork``."""
-        self.pass_by(due_ns)
-        return self._now_ns()
+        thread = self._thread
+        thread.left_ns, thread.left_cpu_ns = self._settle(due_ns)
+        return thread.left_ns
 
     def leave_wait(self, due_ns: int) -> int:
-        """See ``OwnWork``. A busy machine makes late too: only CPU time that RankLens used is made up for."""
-        thread = self._thread
-        now_ns = self._now_ns()
-        used_ns = self._cpu_ns() - thread.entered_cpu_ns
-        thread.ahead_ns = max(due_ns - now_ns, min(thread.ahead_ns, 0) - used_ns)
-        return now_ns
+        """See ``OwnWork``."""
+        return self._settle(due_ns)[0]
 
     def pass_by(self, due_ns: int) -> None:
         """See ``OwnWork``."""
-        self.leave_wait(due_ns)
+        self.leave(due_ns)
+
+    def _settle(self, due_ns: int) -> tuple[int, int]:
+        """How far ahead or behind ``due_ns`` the thread is; the time and its CPU time, ns.
+
+        A busy machine makes late too: only CPU time that RankLens used is made up for.
+        """
         thread = self._thread
-        thread.left_ns, thread.left_cpu_ns = self._now_ns(), self._cpu_ns()
+        now_ns, cpu_ns = self._now_ns(), self._cpu_ns()
+        used_ns = cpu_ns - thread.entered_cpu_ns
+        thread.ahead_ns = max(due_ns - now_ns, min(thread.ahead_ns, 0) - used_ns)
+        return now_ns, cpu_ns
 
     def _missing_delay_ns(self, entered_ns: int, record: CallRecord | None) -> int:
         """By how much longer the recorded thread waited for a core since its last call than this one waited

@@ -12,11 +12,10 @@ from ranklens_core.errors import UsageError, ValuesMissingError
 from ranklens_core.judgement import make_verdict
 from ranklens_core.lone_rank import LoneRank
 from ranklens_core.matching import Matcher
-from ranklens_core.memory import MemoryWatch
 from ranklens_core.network_time import NetworkTime, check_world
 from ranklens_core.replayer import Replayer
-from ranklens_core.schema import RankRecord, Step
-from ranklens_core.step_times import StepTimes
+from ranklens_core.schema import RankRecord
+from ranklens_core.step_meter import StepMeter
 from ranklens_core.task import OnMismatch, Result, Task
 from ranklens_core.timekeeper import Timekeeper
 from ranklens_core.timing.arrival import ArrivalTimer
@@ -52,10 +51,9 @@ class ReplaySession:
         self._rank_trace = trace.rank(rank)
         self.record: RankRecord = self._rank_trace.record
         self.verdict: Verdict | None = None
-        self._times: StepTimes | None = None
+        self._meter = StepMeter(task)
         self._network_time: NetworkTime | None = None
         self._on_mismatch = on_mismatch or task.on_mismatch
-        self._memory = MemoryWatch() if task.watches_memory else None
         if task.result is Result.RECORDED and not task.falls_back and not self.record.has_values:
             raise ValuesMissingError(
                 f"Rank {rank} was recorded without values, which --task {task.name} restores. Ranks with "
@@ -82,8 +80,8 @@ class ReplaySession:
                 or self._on_mismatch is OnMismatch.ESTIMATE
                 or not self.record.has_values
             ),
-            on_step_begin=self._on_step_begin,
-            on_step_end=self._on_step_end,
+            on_step_begin=self._meter.begin,
+            on_step_end=self._meter.end,
         )
         try:
             self._matcher = Matcher(
@@ -105,10 +103,10 @@ class ReplaySession:
                 groups,
                 self._lone.synthesiser,
                 self._delivery(clock, estimator, exact=self._on_mismatch is OnMismatch.STOP),
-                self._memory.restored if self._memory else None,
+                self._meter.memory.restored if self._meter.memory else None,
             )
-            if self._memory is not None:
-                self._memory.ready()
+            if self._meter.memory is not None:
+                self._meter.memory.ready()
             self._lone.start(self._replayer)
         except BaseException:
             self._lone.undo()
@@ -148,20 +146,8 @@ class ReplaySession:
             groups=groups,
             recorded=recorded_exposed(timing.log, timing.plan, timing.steps),
         )
-        self._times = keeper.times
+        self._meter.times = keeper.times
         return keeper.delivery
-
-    def _on_step_begin(self) -> None:
-        if self._times is not None:
-            self._times.begin()
-        if self._memory is not None:
-            self._memory.begin()
-
-    def _on_step_end(self, step: Step) -> None:
-        if self._times is not None:
-            self._times.end(step)
-        if self._memory is not None:
-            self._memory.end(step)
 
     def close(self, error: BaseException | None = None) -> Verdict:
         """Undo everything and judge; ``error`` is what ended the program, None for its own end."""
@@ -176,8 +162,8 @@ class ReplaySession:
             recorded_steps=self._timing.steps if self._timing else self.record.steps,
             differences=self._differences,
             error=error,
-            times=self._times,
-            memory=self._memory.result(self.record.groups) if self._memory else None,
+            times=self._meter.times,
+            memory=self._meter.memory.result(self.record.groups) if self._meter.memory else None,
             estimates=self._network_time.sources if self._network_time else {},
             on_mismatch=self._on_mismatch,
             clock=self.trace.run.clock if self._timing else "",

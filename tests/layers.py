@@ -63,6 +63,7 @@ FLOORS: list[list[str]] = [
         "record_session",
         "lone_rank",
         "step_times",
+        "step_meter",
         "judgement",
         "timekeeper",
         "emulate_session",

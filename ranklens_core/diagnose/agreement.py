@@ -14,6 +14,7 @@ import numpy as np
 
 from ranklens_core.schema import NO_PEER, Signature
 from ranklens_core.timing.join import MESSAGE_OPS
+from ranklens_core.timing.message import BARRIERS
 from ranklens_core.timing.ranklog import Int64
 
 UNKNOWN = -1
@@ -21,8 +22,6 @@ UNKNOWN = -1
 
 PAIRWISE_OPS = frozenset({"all_to_all", "all_to_all_single", "gather", "scatter"})
 """Ops whose sizes are agreed between each two ranks, not among all."""
-
-_BARRIERS = frozenset({"barrier", "monitored_barrier"})
 
 Terms = Mapping[str, str]
 
@@ -39,7 +38,7 @@ def terms(signature: Signature, group_rank: int) -> Terms:
         found["reduce_op"] = signature.reduce_op
     if signature.peer != NO_PEER:
         found["root"] = str(signature.peer)
-    if op in _BARRIERS:
+    if op in BARRIERS:
         return found
     found["device"] = signature.device
     found["dtype"] = _dtypes(signature.out_dtypes if op == "scatter" else signature.in_dtypes)

@@ -16,6 +16,9 @@ from ranklens_core.timing.nccl_tests import Measurement, read_nccl_tests_log
 from ranklens_core.timing.network import AlphaBeta, NetworkDescription
 from ranklens_core.timing.placement import Placement, place
 
+SAME_RANK = "same rank"
+"""Source of the transfer of a message that a rank sends to itself: 0 ns."""
+
 
 @dataclass(frozen=True)
 class Estimate:

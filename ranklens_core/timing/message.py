@@ -10,6 +10,7 @@ from ranklens_core.errors import UsageError
 _STANDARD_OP = {
     "all_reduce": "all_reduce",
     "barrier": "all_reduce",
+    "monitored_barrier": "all_reduce",
     "all_gather": "all_gather",
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter": "reduce_scatter",
@@ -22,8 +23,10 @@ _STANDARD_OP = {
     "scatter": "scatter",
     "send": "send_recv",
     "recv": "send_recv",
+    "recv_any_source": "send_recv",
     "send_recv": "send_recv",
 }
+BARRIERS = frozenset({"barrier", "monitored_barrier"})
 BARRIER_BYTES = 4
 REDUCING_OPS = frozenset({"all_reduce", "reduce_scatter", "reduce"})
 
@@ -47,7 +50,7 @@ def message_bytes(op: str, n_ranks: int, in_bytes: int, out_bytes: int) -> int:
     """
     if in_bytes < 0 or out_bytes < 0:
         raise UsageError(f"{op}: negative size (in_bytes={in_bytes}, out_bytes={out_bytes})")
-    if op.removesuffix("_coalesced") == "barrier":
+    if op.removesuffix("_coalesced") in BARRIERS:
         return BARRIER_BYTES
     match standard_op(op):
         case "all_gather" | "gather":

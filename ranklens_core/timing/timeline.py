@@ -11,15 +11,12 @@ from ranklens_core.errors import UsageError
 from ranklens_core.schema import Step
 from ranklens_core.timing.align import join_trace
 from ranklens_core.timing.binding import Binding, bind, recorded_transfers
-from ranklens_core.timing.estimate import Estimate, Estimator
+from ranklens_core.timing.estimate import SAME_RANK, Estimate, Estimator
 from ranklens_core.timing.join import Joined
 from ranklens_core.timing.ranklog import Int64
 from ranklens_core.timing.schedule import Compute, schedules
 from ranklens_core.timing.simulate import Simulation, simulate
 from ranklens_core.trace import Trace
-
-SAME_RANK = "same rank"
-"""Source of the transfer of a message that a rank sends to itself: 0 ns."""
 
 
 @dataclass(frozen=True)
@@ -128,13 +125,12 @@ def _what_moves(joined: Joined, exchange: int) -> tuple[str, tuple[int, ...], st
     row = int(joined.members[joined.offsets[exchange]])
     signature, log = joined.signature(row), joined.log_of(row)
     ranks = log.groups.get(signature.group, (log.rank,))
-    op = {"recv_any_source": "recv", "monitored_barrier": "barrier"}.get(signature.op, signature.op)
     if joined.is_message[exchange]:
         met = joined.rank[joined.members[joined.offsets[exchange] : joined.offsets[exchange + 1]]]
         peer = ranks[signature.peer] if 0 <= signature.peer < len(ranks) else log.rank
         ranks = (log.rank, int(met[-1]) if len(met) == 2 else peer)
     dtypes = signature.in_dtypes or signature.out_dtypes
-    return op, ranks, dtypes[0] if dtypes else "float32"
+    return signature.op, ranks, dtypes[0] if dtypes else "float32"
 
 
 def _rank_timeline(simulation: Simulation, place: int, trace: Trace) -> RankTimeline:
