@@ -8,7 +8,6 @@ to the median of all.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from timing_error import CASES, PARTS, run, steady_ms
+from _iterations import CASES, PARTS, iterations, run, steady_ms
 
 CORES = sorted(os.sched_getaffinity(0))
 NETWORK = "loopback"
@@ -120,16 +119,7 @@ def _replay(row: VirtualRow, program: str, trace: Path, env: Mapping[str, str]) 
     command = ["taskset", "-c", str(CORES[-1]), sys.executable, "-m", "ranklens_core", "replay", str(trace)]
     command += ["--rank", str(row.survivor), "--task", "profile", "--verdict", str(verdict), "--", program]
     run(command, env)
-    steps = json.loads(verdict.read_text())["steps"]
-    found = {
-        "step": [step["wall_ns"] for step in steps],
-        "recorded step": [step["recorded_ns"] for step in steps],
-    }
-    for prefix, key in (("", "parts"), ("recorded ", "recorded_parts")):
-        parts = [step[key] for step in steps]
-        found[f"{prefix}communication"] = [one["wait_ns"] + one["transfer_ns"] for one in parts]
-        found[f"{prefix}compute"] = [one["compute_ns"] for one in parts]
-    return found
+    return iterations(verdict)
 
 
 def _each_pct(now: list[int], then: list[int]) -> float:

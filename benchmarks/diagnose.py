@@ -13,12 +13,12 @@ from __future__ import annotations
 import argparse
 import logging
 import struct
-import subprocess
-import sys
 import tempfile
 import time
 import zlib
 from pathlib import Path
+
+from _big_trace import in_fresh_process, rank_header, run_record
 
 from ranklens_core.schema import (
     NO_PEER,
@@ -31,7 +31,7 @@ from ranklens_core.schema import (
     Signature,
 )
 from ranklens_core.text import ranks_text
-from ranklens_core.trace import RankHeader, TraceWriter
+from ranklens_core.trace import TraceWriter
 
 STAGES = 4
 STEP_CALLS = 125
@@ -45,18 +45,8 @@ class Rank:
     """Writes one rank, call by call."""
 
     def __init__(self, directory: Path, run: RunRecord, rank: int, world_size: int) -> None:
-        header = RankHeader(
-            rank=rank,
-            host="host",
-            pid=1,
-            local_rank=rank,
-            has_values=True,
-            value_steps=None,
-            monotonic_ns=0,
-            realtime_ns=0,
-        )
         self.rank = rank
-        self.writer = TraceWriter(directory, run, header)
+        self.writer = TraceWriter(directory, run, rank_header(rank, has_values=True))
         part = world_size // STAGES
         self.stage, place = divmod(rank, part)
         tp = [self.stage * part + place // 4 * 4 + at for at in range(4)]
@@ -156,14 +146,12 @@ def write_rank(directory: Path, run: RunRecord, rank: int, calls: int) -> None:
     log.writer.close(None)
 
 
-MEASURE = """
-import sys, time
-began = time.perf_counter()
+DIAGNOSE = """
 from ranklens_core.diagnose import diagnose
 found = diagnose(sys.argv[1])
-seconds = time.perf_counter() - began
-peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
-print(seconds, int(peak.split()[1]) / 1024, found.culprits, sum(end.calls for end in found.ends))
+"""
+TELL = """
+print(found.culprits, sum(end.calls for end in found.ends))
 print(found.answer)
 """
 
@@ -174,33 +162,15 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=1_000_000, help="calls of all ranks together")
     args = parser.parse_args()
     logging.getLogger("ranklens.trace").setLevel(logging.CRITICAL)  # each rank says that it was cut off
-    run = RunRecord(
-        format=1,
-        oldest_reader=1,
-        run_id="benchmark",
-        world_size=args.ranks,
-        program="train.py",
-        program_fingerprint="",
-        arguments=(),
-        framework="",
-        backend="nccl",
-        created="",
-        clock="wall",
-        network="",
-        cpu_cuda=False,
-    )
+    run = run_record(args.ranks)
     with tempfile.TemporaryDirectory() as name:
         began = time.perf_counter()
         for rank in range(args.ranks):
             write_rank(Path(name), run, rank, args.calls // args.ranks)
         print(f"wrote {args.ranks} ranks in {time.perf_counter() - began:.0f} s")
-        command = [sys.executable, "-c", MEASURE, name]
-        first, answer = subprocess.run(
-            command, capture_output=True, text=True, check=True
-        ).stdout.splitlines()
-        seconds, peak_mb, rest = first.split(" ", 2)
-        print(f"diagnosed in {float(seconds):.1f} s, {float(peak_mb):.0f} MB peak; culprits, calls: {rest}")
-        print(answer)
+        seconds, peak_mb, (rest, *answer) = in_fresh_process(DIAGNOSE, TELL, name)
+        print(f"diagnosed in {seconds:.1f} s, {peak_mb:.0f} MB peak; culprits, calls: {rest}")
+        print("\n".join(answer))
 
 
 if __name__ == "__main__":

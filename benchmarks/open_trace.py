@@ -9,11 +9,11 @@ that process's peak (VmHWM), interpreter and libraries included.
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
+
+from _big_trace import in_fresh_process, rank_header, run_record
 
 from ranklens_core.schema import (
     NO_PEER,
@@ -25,7 +25,7 @@ from ranklens_core.schema import (
     RunRecord,
     Signature,
 )
-from ranklens_core.trace import RankHeader, TraceWriter
+from ranklens_core.trace import TraceWriter
 
 SHAPES = 40
 """Different signatures a rank has; a Megatron rank has about as many."""
@@ -33,17 +33,7 @@ SHAPES = 40
 
 def write_rank(directory: Path, run: RunRecord, rank: int, calls: int) -> None:
     """A rank of ``calls`` completed all-reduces."""
-    header = RankHeader(
-        rank=rank,
-        host="host",
-        pid=1,
-        local_rank=rank,
-        has_values=False,
-        value_steps=None,
-        monotonic_ns=0,
-        realtime_ns=0,
-    )
-    writer = TraceWriter(directory, run, header)
+    writer = TraceWriter(directory, run, rank_header(rank, has_values=False))
     writer.group(
         GroupRecord(key="0-63", pg_name="0", pg_desc="default_pg", backend="nccl", ranks=tuple(range(64)))
     )
@@ -102,25 +92,13 @@ def write_rank(directory: Path, run: RunRecord, rank: int, calls: int) -> None:
     assert not writer.failure, writer.failure
 
 
-MEASURE = """
-import sys, time
-began = time.perf_counter()
+OPEN = """
 from ranklens_core.trace import open_trace
 trace = open_trace(sys.argv[1])
 calls = sum(trace.rank(rank).calls.num_rows for rank in trace.ranks)
 if sys.argv[2] == "records":
     calls = sum(1 for _ in trace.rank(0).call_records())
-seconds = time.perf_counter() - began
-peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
-print(calls, seconds, int(peak.split()[1]) / 1024)
 """
-
-
-def measure(directory: Path, what: str) -> tuple[int, float, float]:
-    """(calls, seconds, peak MB) of a fresh process."""
-    command = [sys.executable, "-c", MEASURE, str(directory), what]
-    calls, seconds, peak = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    return int(calls), float(seconds), float(peak)
 
 
 def main() -> None:
@@ -128,21 +106,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--calls", type=int, default=1_000_000, help="calls of all ranks together")
     args = parser.parse_args()
-    run = RunRecord(
-        format=1,
-        oldest_reader=1,
-        run_id="benchmark",
-        world_size=args.ranks,
-        program="train.py",
-        program_fingerprint="",
-        arguments=(),
-        framework="",
-        backend="nccl",
-        created="",
-        clock="wall",
-        network="",
-        cpu_cuda=False,
-    )
+    run = run_record(args.ranks)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         began = time.perf_counter()
@@ -150,9 +114,9 @@ def main() -> None:
             write_rank(directory, run, rank, args.calls // args.ranks)
         print(f"wrote {args.calls:,} calls of {args.ranks} ranks in {time.perf_counter() - began:.0f} s")
         for what in ("open", "records"):
-            calls, seconds, peak_mb = measure(directory, what)
+            seconds, peak_mb, (calls,) = in_fresh_process(OPEN, "print(calls)", name, what)
             label = "open, every rank's tables checked" if what == "open" else "and rank 0's records"
-            print(f"{label:<36}{calls:>10,} calls {seconds:>7.2f} s {peak_mb:>7.0f} MB peak")
+            print(f"{label:<36}{int(calls):>10,} calls {seconds:>7.2f} s {peak_mb:>7.0f} MB peak")
 
 
 if __name__ == "__main__":

@@ -26,8 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-CASES = Path(__file__).resolve().parents[2] / "shared" / "cases"
-WARM_UP = 2
+from _iterations import CASES, PARTS, iterations, run, steady_ms
+from _virtual_rows import virtual_rows
+
 CORES = sorted(os.sched_getaffinity(0))[:2]
 
 PLAIN = """
@@ -116,31 +117,8 @@ def replay(program: str, env: Mapping[str, str], trace: Path) -> dict[int, dict[
         _, errors = process.communicate(timeout=600)
         if process.returncode:
             sys.exit(f"replay of rank {rank} failed:\n{errors[-3000:]}")
-        steps = json.loads(verdict.read_text())["steps"]
-        found[rank] = {
-            "step": [step["wall_ns"] for step in steps],
-            "recorded step": [step["recorded_ns"] for step in steps],
-        }
-        for prefix, key in (("", "parts"), ("recorded ", "recorded_parts")):
-            parts = [step[key] for step in steps]
-            found[rank][f"{prefix}communication"] = [one["wait_ns"] + one["transfer_ns"] for one in parts]
-            found[rank][f"{prefix}compute"] = [one["compute_ns"] for one in parts]
+        found[rank] = iterations(verdict)
     return found
-
-
-def run(command: Sequence[str], env: Mapping[str, str]) -> str:
-    done = subprocess.run(command, env=dict(env), capture_output=True, text=True, timeout=900)
-    if done.returncode:
-        sys.exit(f"{' '.join(command[:4])} ... failed:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
-    return done.stdout
-
-
-def steady_ms(times_ns: Sequence[int]) -> float:
-    """Median of the iterations after the warm-up, in ms."""
-    return median(times_ns[WARM_UP:]) / 1e6
-
-
-PARTS = ("step", "communication", "compute")
 
 
 def measure(row: Row, repeats: int, steps: int) -> list[float]:
@@ -180,8 +158,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=32)
     args = parser.parse_args()
-    from _virtual_rows import virtual_rows  # it imports from here
-
     if not CASES.is_dir():
         print("the user programs (shared/cases beside the repository) are not on this machine")
         return

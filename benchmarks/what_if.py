@@ -14,16 +14,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from _iterations import iterations, run, steady_ms
+
 NETWORK = "loopback"
-WARM_UP = 2
 CORE = max(os.sched_getaffinity(0))
 AIM_PCT = 8.0
 
@@ -78,14 +77,7 @@ def ranklens(*arguments: str, core: bool = False) -> None:
     if core:
         command = ["taskset", "-c", str(CORE), *command]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
-
-
-def step_ms(steps: list[Mapping[str, float]], key: str) -> float:
-    """Median of the iterations after the warm-up."""
-    return median(step[key] for step in steps[WARM_UP:]) / 1e6
+    run(command, env)
 
 
 def record(job: Job, trace: Path, micro_batches: int, bandwidth: str) -> None:
@@ -103,12 +95,12 @@ def virtual_ms(job: Job, trace: Path, directory: Path, micro_batches: int) -> fl
         "replay", str(trace), "--rank", str(job.rank), "--task", "profile", "--verdict", str(verdict),
         *job.command(micro_batches), core=True,
     )  # fmt: skip
-    return step_ms(json.loads(verdict.read_text())["steps"], "recorded_ns")
+    return steady_ms(iterations(verdict)["recorded step"])
 
 
 def foretold_ms(verdict: Path, *arguments: str) -> float:
     ranklens(*arguments[:1], "--verdict", str(verdict), *arguments[1:], core=True)
-    return step_ms(json.loads(verdict.read_text())["steps"], "wall_ns")
+    return steady_ms([step["wall_ns"] for step in json.loads(verdict.read_text())["steps"]])
 
 
 def measure(job: Job, repeats: int) -> list[float]:
