@@ -40,9 +40,16 @@ class Delivery(Protocol):
         ...
 
     def deliver(
-        self, call: Call, interned: Interned, record: CallRecord | None, fill: Fill, entered_ns: int
+        self,
+        call: Call,
+        interned: Interned,
+        record: CallRecord | None,
+        fill: Fill,
+        entered_ns: int,
+        alike: CallRecord | None = None,
     ) -> Work | None:
-        """The Work of ``call``, None where it has none. ``record`` is None for a call without one."""
+        """The Work of ``call``, None where it has none. ``record`` is None for a call without one; ``alike``
+        is then a recorded call from which its peers' pace may be taken."""
         ...
 
     def batch(self, works: list[Work], device: torch.device) -> Work:
@@ -86,7 +93,13 @@ class AtOnce:
         return 0
 
     def deliver(
-        self, call: Call, interned: Interned, record: CallRecord | None, fill: Fill, entered_ns: int
+        self,
+        call: Call,
+        interned: Interned,
+        record: CallRecord | None,
+        fill: Fill,
+        entered_ns: int,
+        alike: CallRecord | None = None,
     ) -> Work | None:
         """See ``Delivery``."""
         self.times[TimeSource.NONE] += 1

@@ -104,23 +104,32 @@ class InTime:
         self.exposed = ExposedMeter()
         self._failure: Exception | None = None
         self.times: Counter[str] = Counter()
+        self.alike = 0
+        """How many calls were not recorded and came at the pace of a recorded one."""
 
     def enter(self) -> int:
         """See ``Delivery``."""
         return self._own.enter()
 
     def deliver(
-        self, call: Call, interned: Interned, record: CallRecord | None, fill: Fill, entered_ns: int
+        self,
+        call: Call,
+        interned: Interned,
+        record: CallRecord | None,
+        fill: Fill,
+        entered_ns: int,
+        alike: CallRecord | None = None,
     ) -> Work | None:
         """See ``Delivery``."""
         if self._failure is not None:
             raise self._failure
-        arrival_ns = self._own.begin_ns(entered_ns, record)
-        entry = record.row.entry if record is not None else -1
-        due = self._due(call, interned, entry, arrival_ns)
+        pace = record or alike
+        arrival_ns = self._own.begin_ns(entered_ns, pace)
+        entry = pace.row.entry if pace is not None else -1
+        due = self._due(call, interned, entry, arrival_ns, is_recorded=record is not None)
         subject = Subject(call.operator.name, interned, record)
         if due is not None and not call.is_async:
-            self._block(subject, due, fill, arrival_ns, self._own.after_ns(record))
+            self._block(subject, due, fill, arrival_ns, self._own.after_ns(pace))
             return None if call.operator.returns is Returns.NOTHING else FINISHED
         work = self._asynchronous(call, subject, fill, entry, arrival_ns, due)
         if arrival_ns - self._now_ns() > MAX_AHEAD_NS:
@@ -220,14 +229,24 @@ class InTime:
         self._held.clear()
         self._engine.close()
 
-    def _due(self, call: Call, interned: Interned, entry: int, arrival_ns: int) -> Due | None:
-        """When the call is due; None if that depends on calls to come."""
+    def _due(
+        self, call: Call, interned: Interned, entry: int, arrival_ns: int, *, is_recorded: bool
+    ) -> Due | None:
+        """When the call is due, as ``entry`` was or, if that is its own record, is; None if that depends on
+        calls to come.
+
+        The times of ``entry`` are those of the last call that was due as it: peers come to what follows
+        that after that.
+        """
         if entry >= 0:
             self._arrived_ns[entry] = arrival_ns
         if self._timer is not None and entry >= 0 and self._timer.basis(entry) in _TIMED:
             due = self._recorded_due(entry, arrival_ns)
             if due is not None:
-                self.times[self._source] += 1
+                if not is_recorded:
+                    due = due._replace(source=TimeSource.ESTIMATED)
+                    self.alike += 1
+                self.times[due.source] += 1
                 self._settle(entry, due.due_ns)
                 return due
             if self._exact:

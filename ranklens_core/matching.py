@@ -13,6 +13,7 @@ from ranklens_core.c10d.signature import Interned, Lane, lane_of, located
 from ranklens_core.c10d.site import Sites
 from ranklens_core.check.structure import Mismatch, describe, explain, structure_of
 from ranklens_core.errors import StructureMismatchError, TraceIncompleteError
+from ranklens_core.pattern import Pattern
 from ranklens_core.schema import CallRecord, GroupRecord
 from ranklens_core.trace import RankTrace
 
@@ -22,21 +23,33 @@ class WindowEnded(SystemExit):
 
 
 class Match(NamedTuple):
-    """``record`` is None for a call that the trace does not have at its place; ``seq_id`` is the place."""
+    """``record`` is None for a call that the trace does not have at its place; ``seq_id`` is the place.
+
+    ``alike`` is then the recorded call whose peers' pace it takes, if calls are realigned and there is one.
+    """
 
     record: CallRecord | None
     seq_id: int
+    alike: CallRecord | None = None
 
 
 class _Sequence:
     """The records of one lane and how far the program has come."""
 
-    __slots__ = ("at", "records", "structures")
+    __slots__ = ("_pattern", "at", "records", "structures")
 
     def __init__(self) -> None:
         self.records: list[CallRecord] = []
         self.structures: list[int] = []
         self.at = 0
+        self._pattern: Pattern | None = None
+
+    @property
+    def pattern(self) -> Pattern:
+        """Where the program is in the recorded calls, for tasks that realign."""
+        if self._pattern is None:
+            self._pattern = Pattern(self.structures, [record.row.step for record in self.records])
+        return self._pattern
 
 
 class Matcher:
@@ -101,16 +114,27 @@ class Matcher:
                 raise WindowEnded(0)
             if self._structure(interned) == sequence.structures[at]:
                 sequence.at = at + 1
+                if self.realigns:
+                    sequence.pattern.at(at)
                 self.matched += 1
                 self.training_matched += self.is_training(recorded)
                 return Match(recorded, at)
         elif not self._rank.complete and not self.realigns:
             raise self._ended(interned)
-        self._mismatch(interned, sequence, recorded, step)
-        if not self.realigns:
-            # keep the sequence aligned: this call took the record's place
-            sequence.at = min(at + 1, len(sequence.records))
+        if self.first_mismatch is None:
+            self._mismatch(interned, sequence, recorded, step)
+        if self.realigns:
+            return Match(None, at, self._alike(interned, sequence, step))
+        # keep the sequence aligned: this call took the record's place
+        sequence.at = min(at + 1, len(sequence.records))
         return Match(None, at)
+
+    def _alike(self, interned: Interned, sequence: _Sequence, step: int) -> CallRecord | None:
+        place = sequence.pattern.alike(self._structure(interned), step)
+        if place is None:
+            return None
+        sequence.pattern.at(place)
+        return sequence.records[place]
 
     def _structure(self, interned: Interned) -> int:
         structure = self._live_structures.get(interned.id)
@@ -178,7 +202,7 @@ class Matcher:
     def _mismatch(
         self, interned: Interned, sequence: _Sequence, recorded: CallRecord | None, step: int
     ) -> None:
-        mismatch = explain(
+        self.first_mismatch = explain(
             now=located(interned.signature, self._sites),
             group=self._groups.get(interned.signature.group),
             seq_id=sequence.at,
@@ -187,10 +211,8 @@ class Matcher:
             nearest=self._nearest(interned, sequence),
             ended=self._why_no_record(interned, sequence),
         )
-        if self.first_mismatch is None:
-            self.first_mismatch = mismatch
         if self._stops:
-            raise StructureMismatchError(mismatch.text)
+            raise StructureMismatchError(self.first_mismatch.text)
 
     def _nearest(self, interned: Interned, sequence: _Sequence) -> str:
         structure = self._intern(structure_of(interned.signature))

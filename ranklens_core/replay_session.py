@@ -9,6 +9,7 @@ from ranklens_core import environment
 from ranklens_core.clock import Clock, MonotonicClock, PausableClock
 from ranklens_core.delivery import AtOnce, Delivery
 from ranklens_core.errors import UsageError, ValuesMissingError
+from ranklens_core.in_time import InTime
 from ranklens_core.judgement import make_verdict
 from ranklens_core.lone_rank import LoneRank
 from ranklens_core.matching import Matcher
@@ -30,6 +31,9 @@ from ranklens_core.verdict import Verdict
 
 WARM_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
 """How much of a trace's values is read before a replay that keeps time: a quarter of the memory."""
+
+ALIKE = "the recorded call it is like"
+"""Source of an estimated time: peers' pace and the transfer are those of a recorded call."""
 
 
 class ReplaySession:
@@ -164,12 +168,19 @@ class ReplaySession:
             error=error,
             times=self._meter.times,
             memory=self._meter.memory.result(self.record.groups) if self._meter.memory else None,
-            estimates=self._network_time.sources if self._network_time else {},
+            estimates=self._estimates(),
             on_mismatch=self._on_mismatch,
             clock=self.trace.run.clock if self._timing else "",
         )
         self._rank_trace.close()
         return self.verdict
+
+    def _estimates(self) -> dict[str, int]:
+        """How many calls that were not recorded got their time from where."""
+        sources = dict(self._network_time.sources) if self._network_time else {}
+        if isinstance(self._replayer.delivery, InTime) and self._replayer.delivery.alike:
+            sources[ALIKE] = self._replayer.delivery.alike
+        return sources
 
 
 def _ranks_with_values(trace: Trace) -> str:

@@ -84,7 +84,8 @@ class Replayer:
             raise self.fatal
         entered_ns = self.delivery.enter()
         try:
-            interned, record = self._find(call)
+            interned, match = self._find(call)
+            record = match.record
             fill = self._filling(call, record)
         except RankLensError as error:
             self.fatal = error
@@ -92,7 +93,7 @@ class Replayer:
         if record is not None and fill is None:
             return self._handles.track(self._failures.fail(call, record), self.replayed)
         assert fill is not None
-        work = self.delivery.deliver(call, interned, record, fill, entered_ns)
+        work = self.delivery.deliver(call, interned, record, fill, entered_ns, match.alike)
         if work is None or work is FINISHED:
             return work
         batch = self._batches.get(call.pg)
@@ -127,16 +128,15 @@ class Replayer:
         device = batch[-1][1] if batch else torch.device("cpu")
         return self.delivery.batch([work for work, _ in batch], device)
 
-    def _find(self, call: Call) -> tuple[Interned, CallRecord | None]:
+    def _find(self, call: Call) -> tuple[Interned, Match]:
         """The call's record, its inputs compared."""
         interned = self._signatures.of(call)
         with self._lock:
             match = self._matcher.match(interned, self._steps.index) if self._matcher else Match(None, 0)
             self.replayed += 1
-        record = match.record
-        if record is not None and self._task.compares:
-            self._compare(call, interned, record, match.seq_id)
-        return interned, record
+        if match.record is not None and self._task.compares:
+            self._compare(call, interned, match.record, match.seq_id)
+        return interned, match
 
     def _filling(self, call: Call, record: CallRecord | None) -> Fill | None:
         """What writes the call's outputs; None where it failed when it was recorded."""

@@ -30,6 +30,7 @@ FLOORS: list[list[str]] = [
     [
         "task",
         "settings",
+        "pattern",
         "matching",
         "delivery",
         "spans",

@@ -137,7 +137,7 @@ def _words(summary: dict[str, Any]) -> str:
         f"program       {summary['program'] or 'recorded from Python'}",
         f"recorded      {summary['created']}, clock {summary['clock']}"
         f"{', on the CPU stand-in for CUDA' if summary['cpu_cuda'] else ''}",
-        f"versions      {versions}",
+        f"installed     {versions}",
         f"ranks         {summary['ranks_recorded']} of {summary['world_size']}, "
         f"{summary['ranks_complete']} complete",
         f"values        {_values(summary)}",

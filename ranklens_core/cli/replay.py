@@ -22,12 +22,15 @@ if TYPE_CHECKING:
     from ranklens_core.program import Program
 
 
+DEFAULT_TASK = "debug"
+
+
 @click.command()
 @trace_argument
 @click.option("--rank", type=int, required=True, metavar="R", help="The rank to run.")
 @click.option(
     "--task",
-    default="debug",
+    default=DEFAULT_TASK,
     show_default=True,
     metavar="debug|profile|memory|tune|structure",
     help="What the replay is for.",
@@ -106,7 +109,12 @@ def replay_program(
     trace = open_trace(directory)
     trace.rank(rank)
     _check_program(program, trace.run.program, trace.run.program_fingerprint)
-    again = f"ranklens replay {shlex.quote(str(directory))} --rank {rank} --pdb -- {program.describe()}"
+    again = ["ranklens", "replay", str(directory), "--rank", str(rank)]
+    again += ["--task", task] if task != DEFAULT_TASK else []
+    again += ["--on-mismatch", on_mismatch] if on_mismatch else []
+    again += ["--network", network] if network else []
+    again += ["--bandwidth", f"{bandwidth:g}"] if bandwidth != 1.0 else []
+    again += ["--pdb"]
     return run_alone(
         program,
         lambda: ReplaySession(
@@ -119,7 +127,7 @@ def replay_program(
         cpu_cuda=wants_cpu_cuda(cpu, guess_preimports(program)) or trace.run.cpu_cuda,
         pdb=pdb,
         verdict_file=verdict_file,
-        next_commands=lambda _: [again],
+        next_commands=lambda _: [f"{shlex.join(again)} -- {program.describe()}"],
     )
 
 
