@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from _iterations import CASES, PARTS, iterations, run, steady_ms
+from _iterations import CASES, CORES, OWN_CORE, PARTS, iterations, neighbours, run, steady_ms
 
-CORES = sorted(os.sched_getaffinity(0))
 NETWORK = "loopback"
 
 
@@ -83,7 +82,8 @@ def _measure(row: VirtualRow, repeats: int, steps: int, directory: Path) -> floa
     record = ["record", "--nproc", str(row.ranks), "--clock", "virtual", "--network", NETWORK, "--overwrite"]
     record += ["--own-core", str(row.survivor), "--payload", str(row.survivor), "--out", str(trace)]
     run([*ranklens, *record, "--", program], env)
-    replays = [_replay(row, program, trace, env) for _ in range(repeats)]
+    with neighbours(row.ranks, [program], {**env, "STEPS": "1000000"}):
+        replays = [_replay(row, program, trace, env) for _ in range(repeats)]
     times = [steady_ms(one["step"]) for one in replays]
     middle = median(times)
     spread = max(100 * abs(one - middle) / middle for one in times)
@@ -116,7 +116,7 @@ def _environment(row: VirtualRow, steps: int, directory: Path) -> dict[str, str]
 
 def _replay(row: VirtualRow, program: str, trace: Path, env: Mapping[str, str]) -> dict[str, list[int]]:
     verdict = trace.parent / "verdict.json"
-    command = ["taskset", "-c", str(CORES[-1]), sys.executable, "-m", "ranklens_core", "replay", str(trace)]
+    command = ["taskset", "-c", str(OWN_CORE), sys.executable, "-m", "ranklens_core", "replay", str(trace)]
     command += ["--rank", str(row.survivor), "--task", "profile", "--verdict", str(verdict), "--", program]
     run(command, env)
     return iterations(verdict)
