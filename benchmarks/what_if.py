@@ -7,8 +7,8 @@ Both recordings have the virtual clock, the rank a core of its own. The predicti
 ``tune`` replays the original recording with the changed program and ``--bandwidth 0.5``; ``emulate`` has no
 recording at all, and takes its peers to be as fast as the rank itself. With two ranks they are; of eight,
 seven share a core, and ``waiting`` is how much of the changed iteration the rank waited for them: what an
-emulation cannot know. A repeat makes both recordings and both predictions; figures are medians over the iterations
-after the first two, then over the repeats. Errors are against the recording of the change.
+emulation cannot know. A repeat makes both recordings and both predictions; figures are medians over the
+iterations after the first two, then over the repeats. Errors are against the recording of the change.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ def measure(job: Job, repeats: int) -> dict[str, float]:
     row = {key: median(one[key] for one in rows) for key in rows[0]}
     print(
         f"{job.name:<28}{row['original']:>10.1f}{row['changed']:>10.1f}{row['waiting']:>9.1f}"
-        f"{row['tune']:>10.1f} {row['tune error']:>+6.1f}%{row['emulate']:>10.1f} {row['emulate error']:>+6.1f}%",
+        f"{row['tune']:>10.1f} {row['tune error']:>+6.1f}%"
+        f"{row['emulate']:>10.1f} {row['emulate error']:>+6.1f}%",
         flush=True,
     )
     return row
