@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -15,17 +16,26 @@ DIRECTORY = "{directory}"
 
 @dataclass(frozen=True)
 class Row:
-    """A job: ``program`` as after ``--`` of ``ranklens record``; ``ranks`` to replay, None for all."""
+    """A job: ``program`` as after ``--`` of ``ranklens record``; ``ranks`` to replay, None for all. ``needs``
+    is a package without which it is left out."""
 
     name: str
     nproc: int
     program: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     ranks: tuple[int, ...] | None = None
+    needs: str = "torch"
+
+    @property
+    def missing(self) -> str:
+        """What it needs and this machine lacks, ``""`` if nothing."""
+        if self.program[0].startswith(str(CASES)) and not CASES.is_dir():
+            return str(CASES)
+        return "" if find_spec(self.needs) else self.needs
 
     @property
     def is_available(self) -> bool:
-        return CASES.is_dir() or not self.program[0].startswith(str(CASES))
+        return not self.missing
 
 
 def case(file: str) -> tuple[str, ...]:
@@ -100,6 +110,7 @@ ROWS = [
             "comms logger": ("--stage", "1", "--comms-logger"),
         }.items()
     ],
+    Row("hugging face trainer", 4, own("hf_trainer.py"), needs="transformers"),
     Row("own fsdp2", 4, own("fsdp2.py")),
     Row("own dtensor", 4, own("dtensor.py")),
     Row("own tiny TP2", 4, own("tiny.py"), {"TP": "2"}),
@@ -114,6 +125,5 @@ NOT_ON_CPU = {
     "deepspeed ZeRO++ qwZ, qgZ": "deepspeed: 'This op had not been implemented on CPU backend.' "
     "(the quantizer is a CUDA kernel)",
     "deepspeed DeepCompile": "its C++ operators are built by nvcc",
-    "Hugging Face Trainer": "the package transformers is not in constraints.txt: not installed here",
 }
 """What these rows should cover and cannot without a GPU (or a package), with the reason seen."""

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
-from _fidelity_rows import CASES, DIRECTORY, NOT_ON_CPU, ROWS, Row
+from _fidelity_rows import DIRECTORY, NOT_ON_CPU, ROWS, Row
 
 from ranklens_core.printed import metrics_in
 from ranklens_core.verdict import Status, Verdict
@@ -281,9 +281,9 @@ def main() -> int:
     arguments = parser.parse_args()
     wanted = [int(rank) for rank in arguments.ranks.split(",")] if arguments.ranks else None
     rows = chosen_rows(quick=arguments.quick, only=arguments.only)
-    absent = [row for row in rows if not row.is_available]
-    if absent:
-        print(f"{CASES} is not there: {len(absent)} rows with its programs are left out")
+    for row in rows:
+        if not row.is_available:
+            print(f"left out: {row.name} ({row.missing} is not here)")
     results = []
     print(HEADER)
     for index, row in enumerate(row for row in rows if row.is_available):

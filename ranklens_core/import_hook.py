@@ -27,8 +27,14 @@ class ImportHook(MetaPathFinder):
         spec = self._found_by_others(fullname, path, target)
         if spec is None or spec.loader is None:
             return None
-        spec.loader = _CallAfter(spec.loader, self._waiting.pop(fullname))
+        spec.loader = _CallAfter(spec.loader, lambda: self._imported(fullname))
         return spec
+
+    def _imported(self, name: str) -> None:
+        """Only now: programs also ask for a module's spec just to learn whether there is one."""
+        callback = self._waiting.pop(name, None)
+        if callback is not None:
+            callback()
 
     def _found_by_others(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
@@ -43,6 +49,7 @@ class ImportHook(MetaPathFinder):
 
     def remove(self) -> None:
         """Wait no longer. Idempotent."""
+        self._waiting.clear()
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
