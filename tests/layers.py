@@ -72,6 +72,7 @@ FLOORS: list[list[str]] = [
         "cluster",
         "report",
         "interop",
+        "run",
     ],
     ["cli"],
 ]
