@@ -34,7 +34,7 @@ def options_of(group: str) -> list[tuple[str, str]]:
     found = []
     for file in sorted((configs_dir() / group).glob("*.yaml")):
         about = re.search(r"^ *(?:description: |# (?!@)|when: \w+ +# )(.*)", file.read_text(), re.MULTILINE)
-        found.append((file.stem, about[1].strip("'\"") if about else ""))
+        found.append((file.stem, about[1] if about else ""))
     return found
 
 
@@ -46,7 +46,9 @@ def options_of(group: str) -> list[tuple[str, str]]:
     metavar="DIR",
     help="Your own files: DIR/target/mine.yaml is target=mine.",
 )
-@click.option("--cfg", type=click.Choice(["job", "hydra", "all"]), help="Show the configuration, run nothing.")
+@click.option(
+    "--cfg", type=click.Choice(["job", "hydra", "all"]), help="Show the configuration, run nothing."
+)
 @click.option("--resolve", is_flag=True, help="With --cfg: fill in ${...}.")
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[KEY=VALUE...]")
 def command(

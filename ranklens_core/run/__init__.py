@@ -1,1 +1,1 @@
-"""``ranklens run``: a Hydra application over ``configs/`` that records a target once and replays its ranks."""
+"""``ranklens run``: a Hydra application over ``configs/``: records a target once, replays its ranks."""

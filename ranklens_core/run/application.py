@@ -1,4 +1,4 @@
-"""``ranklens run`` from its arguments to the exit status: check all, record what is missing, let Hydra run."""
+"""``ranklens run`` from its arguments to the exit status: check, record what is missing, let Hydra run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from ranklens_core.configs_dir import configs_dir
 from ranklens_core.errors import RankLensError, UsageError
 from ranklens_core.run.commands import program_of, record_command
-from ranklens_core.run.compose import VERSION_BASE, Job, compose_run, compose_sweep, shown, search_path
+from ranklens_core.run.compose import VERSION_BASE, Job, compose_run, compose_sweep, search_path, shown
 from ranklens_core.run.config import NAME, RunConfig
 from ranklens_core.run.job import run_job, say
 from ranklens_core.run.recording import ensure, is_there
@@ -65,8 +65,8 @@ def _see_to_traces(jobs: Sequence[Job]) -> None:
             raise UsageError(
                 f"the sweep's jobs want different recordings in {config.trace}: `{_recording(other)}` and "
                 f"`{_recording(config)}`. Put what differs into the trace's name, as in "
-                "trace='traces/${target.name}-${workload.options.steps}', or use what_if.*, which changes the "
-                "replay alone."
+                "trace='traces/${target.name}-${workload.options.steps}', or use what_if.*, which changes "
+                "the replay alone."
             )
     for config in wanted.values():
         is_there(config)
@@ -75,7 +75,9 @@ def _see_to_traces(jobs: Sequence[Job]) -> None:
 
 
 def _recording(config: RunConfig) -> str:
-    return record_command(config, program_of(config.workload), overwrite=config.record.when == "again").typed()
+    return record_command(
+        config, program_of(config.workload), overwrite=config.record.when == "again"
+    ).typed()
 
 
 def _hand_over(arguments: Sequence[str]) -> None:

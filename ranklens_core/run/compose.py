@@ -28,6 +28,7 @@ from ranklens_core.run.network_choice import NetworkChoice
 VERSION_BASE = "1.3"
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 
+
 @dataclass(frozen=True)
 class Job:
     """One run: its overrides, the checked configuration and the network chosen for its replay."""
@@ -60,9 +61,7 @@ def compose_run(overrides: Sequence[str]) -> tuple[Job, str]:
         parsed = _parsed(overrides)
         sweep = next((override for override in parsed if override.is_sweep_override()), None)
         if sweep is not None:
-            raise UsageError(
-                f"{sweep.get_key_element()} has several values: sweep over them with -m (ranklens run -m ...)."
-            )
+            raise UsageError(f"{sweep.get_key_element()} has several values: a sweep, ranklens run -m ...")
         composed = _composed(overrides)
         return _job(overrides, composed), str(composed.hydra.run.dir)
 
@@ -148,10 +147,15 @@ def _check_launcher(base: DictConfig) -> None:
     for part in ("launcher", "sweeper"):
         target = str(base.hydra[part]._target_)
         module = ".".join(target.split(".")[:2])
-        if importlib.util.find_spec(module.partition(".")[0]) is None or importlib.util.find_spec(module) is None:
+        if (
+            importlib.util.find_spec(module.partition(".")[0]) is None
+            or importlib.util.find_spec(module) is None
+        ):
             package = module.rpartition(".")[2].replace("_", "-")
             choice = base.hydra.runtime.choices[f"hydra/{part}"]
-            raise UsageError(f"hydra/{part}={choice} needs {package}, which is not installed: pip install {package}.")
+            raise UsageError(
+                f"hydra/{part}={choice} needs {package}, which is not installed: pip install {package}."
+            )
 
 
 def _words(error: Exception) -> str:
@@ -160,9 +164,13 @@ def _words(error: Exception) -> str:
     cause = error.__cause__
     if isinstance(cause, OmegaConfBaseException) and str(cause).strip() not in parts[0]:
         parts.append(str(cause).strip())
-    lines = [line for part in parts for line in part.splitlines() if not line.strip().startswith("object_type=")]
+    lines = [
+        line for part in parts for line in part.splitlines() if not line.strip().startswith("object_type=")
+    ]
     unknown = getattr(cause, "key", None) or getattr(error, "key", None)
-    known = [item.name for item in fields(getattr(cause, "object_type", None) or RunConfig)] if unknown else []
+    known = (
+        [item.name for item in fields(getattr(cause, "object_type", None) or RunConfig)] if unknown else []
+    )
     near = difflib.get_close_matches(str(unknown), known, n=1)
     if near and near[0] != unknown:
         lines.append(f"Did you mean {near[0]}?")

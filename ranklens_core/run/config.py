@@ -154,8 +154,8 @@ def _check_target(target: TargetConfig) -> None:
     ranks = target.tp * target.pp * target.dp
     if ranks != target.world_size:
         raise UsageError(
-            f"target.world_size is {target.world_size}, but target.tp * target.pp * target.dp = {target.tp} * "
-            f"{target.pp} * {target.dp} = {ranks}. Change one of them."
+            f"target.world_size is {target.world_size}, but target.tp * target.pp * target.dp = "
+            f"{target.tp} * {target.pp} * {target.dp} = {ranks}. Change one of them."
         )
     if target.dp % target.ep:
         _wrong("target.ep", target.ep, f"a divisor of target.dp, {target.dp}")
@@ -169,7 +169,9 @@ def _check_workload(workload: WorkloadConfig) -> None:
     if not words:
         _wrong("workload.program", workload.program, "a .py file or `-m module`")
     if workload.micro_batches is not None and workload.micro_batches not in workload.options:
-        _wrong("workload.micro_batches", workload.micro_batches, f"a key of workload.options: {_keys(workload)}")
+        _wrong(
+            "workload.micro_batches", workload.micro_batches, f"a key of workload.options: {_keys(workload)}"
+        )
     for key, value in workload.environment.items():
         if isinstance(value, dict | list):
             _wrong(f"workload.environment.{key}", value, "a text or a number")
@@ -210,11 +212,15 @@ def _check_what_if(config: RunConfig) -> None:
     if not (what_if.bandwidth > 0 and math.isfinite(what_if.bandwidth)):
         _wrong("what_if.bandwidth", what_if.bandwidth, "a factor above 0")
     has_effect = config.how.keeps_time and (virtual or not config.stops)
-    for key, is_set in (("what_if.bandwidth", what_if.bandwidth != 1.0), ("network", config.network is not None)):
+    for key, is_set in (
+        ("what_if.bandwidth", what_if.bandwidth != 1.0),
+        ("network", config.network is not None),
+    ):
         if is_set and not has_effect:
             raise UsageError(
-                f"{key} would change nothing: task {config.task.name} of a trace with the {config.record.clock} "
-                "clock estimates no time. Use task=tune, or task=profile with record=virtual."
+                f"{key} would change nothing: task {config.task.name} of a trace with the "
+                f"{config.record.clock} clock estimates no time. Use task=tune, or task=profile with "
+                "record=virtual."
             )
     if what_if.bandwidth != 1.0 and config.network is None and not virtual:
         raise UsageError("what_if.bandwidth scales a network: name it, say network=h100-ib400.")

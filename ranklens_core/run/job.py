@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from ranklens_core.errors import RankLensError
 from ranklens_core.run.commands import Command, program_of, replay_command
@@ -45,7 +45,7 @@ def run_job(composed: DictConfig) -> int:
     hydra = HydraConfig.get()
     directory = Path(hydra.runtime.output_dir)
     in_sweep = hydra.mode is RunMode.MULTIRUN
-    outcome = Outcome(overrides=tuple(OmegaConf.to_container(hydra.overrides.task) or ()))
+    outcome = Outcome(overrides=tuple(map(str, hydra.overrides.task)))
     try:
         with contextlib.chdir(hydra.runtime.cwd):  # a worker of another machine begins elsewhere
             outcome = _replay(composed, hydra.runtime, directory, outcome, in_sweep=in_sweep)

@@ -35,7 +35,8 @@ class NetworkChoice:
         files = [folder / "network" / f"{name}.yaml" for folder in folders]
         values = OmegaConf.to_container(network, resolve=True)
         assert isinstance(values, dict)
-        return cls(name, next((file for file in files if file.is_file()), None), dict(values))
+        found = next((file for file in files if file.is_file()), None)
+        return cls(name, found, {str(key): value for key, value in values.items()})
 
     @property
     def is_changed(self) -> bool:

@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from statistics import median
 
+from ranklens_core.timing.align import join_trace
 from ranklens_core.timing.arrival import plan_arrivals
 from ranklens_core.timing.binding import bind
 from ranklens_core.timing.exposed import recorded_exposed
-from ranklens_core.timing.align import join_trace
 from ranklens_core.timing.ranklog import RankLog
 from ranklens_core.timing.virtual import is_virtual, virtual_job
 from ranklens_core.trace import open_trace

@@ -48,14 +48,16 @@ def is_there(config: RunConfig) -> bool:
     if not exists:
         if when == "never":
             raise TraceNotFoundError(
-                f"there is no trace at {config.trace}, and record=never does not record one. Use record=once, or "
-                "name the trace: trace=DIR."
+                f"there is no trace at {config.trace}, and record=never does not record one. Use "
+                "record=once, or name the trace: trace=DIR."
             )
         return False
     with open_trace(directory) as trace:
         differences = list(_differences(config, program_of(config.workload), trace))
         if differences:
-            raise UsageError(f"the trace {config.trace} is of another job: {'; '.join(differences)}. {REMEDY}.")
+            raise UsageError(
+                f"the trace {config.trace} is of another job: {'; '.join(differences)}. {REMEDY}."
+            )
         if when == "once":
             _check_ending(config, trace)
     return True
@@ -74,16 +76,18 @@ def ensure(config: RunConfig, say: Say) -> None:
 
 def _record(config: RunConfig, say: Say) -> None:
     command = record_command(
-        config, program_of(config.workload), overwrite=config.record.when == "again" and Path(config.trace).exists()
+        config,
+        program_of(config.workload),
+        overwrite=config.record.when == "again" and Path(config.trace).exists(),
     )
     log = _beside(Path(config.trace), ".log")
     say(f"$ {command.typed()}")
     status, last = _run(command, log, say)
     if status:
         raise RecordingFailedError(
-            f"the job failed with status {status} while it was recorded. It ended with\n\n{last}\n\nAll it said "
-            f"is in {log}. `ranklens diagnose {shlex.quote(config.trace)}` says which rank began it; record=never "
-            "replays what was recorded.",
+            f"the job failed with status {status} while it was recorded. It ended with\n\n{last}\n\nAll it "
+            f"said is in {log}. `ranklens diagnose {shlex.quote(config.trace)}` says which rank began it; "
+            "record=never replays what was recorded.",
             status,
         )
 
@@ -124,9 +128,10 @@ def _differences(config: RunConfig, program: Program, trace: Trace) -> Iterator[
     elif run.arguments != program.args:
         yield f"its program had the arguments `{shlex.join(run.arguments)}`, not `{shlex.join(program.args)}`"
     if (run.clock, run.network or None) != (record.clock, record.network):
-        recorded, asked = (f"{clock} clock{f' ({network})' if network else ''}" for clock, network in (
-            (run.clock, run.network), (record.clock, record.network)
-        ))
+        recorded, asked = (
+            f"{clock} clock{f' ({network})' if network else ''}"
+            for clock, network in ((run.clock, run.network), (record.clock, record.network))
+        )
         yield f"it was recorded with the {recorded}, not the {asked}"
     yield from _other_variables(config.workload.environment, trace)
 
@@ -160,7 +165,7 @@ def _check_ending(config: RunConfig, trace: Trace) -> None:
     else:
         return
     raise TraceIncompleteError(
-        f"the recording in {config.trace} {what}. record=again records anew, record=never replays it as it is."
+        f"the recording in {config.trace} {what}. record=again records anew, record=never replays it."
     )
 
 
@@ -177,7 +182,9 @@ def _lock(trace: Path) -> Iterator[None]:
     try:
         file = open(_beside(trace, ".lock"), "a")  # noqa: SIM115 closed below
     except OSError as error:
-        raise UsageError(f"trace is {str(trace)!r}, which cannot be written: {error.strerror or error}.") from error
+        raise UsageError(
+            f"trace is {str(trace)!r}, which cannot be written: {error.strerror or error}."
+        ) from error
     with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -77,7 +77,9 @@ class Row:
         for verdict in [*self._kept_time(), *self.verdicts]:
             times = [s.recorded_ns for s in _steady(verdict.steps) if s.recorded_ns is not None]
             if times:
-                return Figure(_median_ms(times), "virtual" if verdict.provenance.clock == "virtual" else "recorded")
+                return Figure(
+                    _median_ms(times), "virtual" if verdict.provenance.clock == "virtual" else "recorded"
+                )
         return None
 
     @property

@@ -19,7 +19,17 @@ SOURCES = {
 }
 """Source of a ``Figure``: its letter, and what that means."""
 
-_HEADINGS = ("rank", "roles", "step ms", "recorded ms", "error", "exposed ms", "peak MiB", "structure", "values")
+_HEADINGS = (
+    "rank",
+    "roles",
+    "step ms",
+    "recorded ms",
+    "error",
+    "exposed ms",
+    "peak MiB",
+    "structure",
+    "values",
+)
 
 
 def table(sweep: Sweep) -> str:
@@ -28,8 +38,10 @@ def table(sweep: Sweep) -> str:
     lines = [*_aligned([_headings(rows), *(_cells(row, with_overrides=_differ(rows)) for row in rows)])]
     used = {figure.source for row in rows for figure in _figures(row)}
     lines += [f"{letter}  {meaning}" for source, (letter, meaning) in SOURCES.items() if source in used]
-    lines.append("step, recorded, exposed (waiting for peers and transfer that held the program): medians over the steps "
-                 "after the first")
+    lines.append(
+        "step, recorded, exposed (waiting for peers and transfer that held the program): medians over the "
+        "steps after the first"
+    )
     for result in sweep.results:
         message = result.outcome.error or (result.verdict.message if result.verdict else "")
         if result.outcome.status and message:

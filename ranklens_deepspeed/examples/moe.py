@@ -83,8 +83,11 @@ class LanguageModel(torch.nn.Module):
         for block in self.blocks:
             hidden, more = block(hidden)
             balance = balance + more.float()
-        loss = torch.nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
-        return loss + self.balance * balance
+        loss: torch.Tensor = torch.nn.functional.cross_entropy(
+            self.head(hidden).flatten(0, 1), labels.flatten()
+        )
+        loss += self.balance * balance
+        return loss
 
 
 def batches(args: argparse.Namespace) -> Iterator[torch.Tensor]:

@@ -41,7 +41,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--tp", type=int, default=2, help="tensor-parallel ranks")
     parser.add_argument("--pp", type=int, default=2, help="pipeline stages")
-    parser.add_argument("--vp", type=int, default=1, help="model chunks a stage; above 1: interleaved schedule")
+    parser.add_argument(
+        "--vp", type=int, default=1, help="model chunks a stage; above 1: interleaved schedule"
+    )
     parser.add_argument(
         "--ep", type=int, default=1, help="expert-parallel ranks; above 1: mixture of experts"
     )
