@@ -141,8 +141,9 @@ def _other_variables(environment: Mapping[str, object], trace: Trace) -> Iterato
     first = next(iter(trace.ranks.values()), None)
     items = first.environment if first is not None and environment else ()
     recorded = {item.name: item.value for item in items if item.kind == "variable"}
+    recorded |= {item.name: "unset" for item in items if item.kind == "unset"}
     for name, value in environment.items():
-        if name in recorded and recorded[name] != str(value):
+        if value is not None and recorded.get(name, str(value)) != str(value):
             yield f"{name} was {recorded[name]}, not {value}"
 
 

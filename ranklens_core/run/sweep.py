@@ -155,8 +155,9 @@ class Sweep:
 
     @property
     def worst_status(self) -> int:
-        """The greatest exit status of a job; 1 where one left none behind."""
-        return max([result.outcome.status for result in self.results] + [1 if self.missing else 0], default=1)
+        """The greatest exit status of a job; at least 1 where one left none behind."""
+        statuses = [result.outcome.status for result in self.results]
+        return max([*statuses, 1] if self.missing or not statuses else statuses)
 
     def rows(self) -> list[Row]:
         """By rank and what differs besides; in the jobs' order."""
