@@ -73,6 +73,7 @@ FLOORS: list[list[str]] = [
         "cluster",
         "report",
         "interop",
+        "run",
     ],
     ["cli"],
 ]

@@ -18,6 +18,7 @@ VERBS = {
     "record": "Record a distributed job: every rank's calls, and results of chosen ranks.",
     "replay": "Run one rank of a recorded job alone.",
     "emulate": "Run one rank of a job that was never recorded.",
+    "run": "Record a target once and replay its ranks: targets, tasks and what-ifs by name (Hydra).",
     "info": "Say what a trace holds.",
     "verify": "Check that a trace is whole and undamaged.",
     "diagnose": "Say what went wrong in a job that hung or broke, and which rank began it.",

@@ -1,4 +1,4 @@
-"""Train a small GPT with Megatron-core: tensor, pipeline, expert and data parallelism.
+"""Train a small GPT with Megatron-core: tensor, pipeline (interleaved too), expert and data parallelism.
 
     torchrun --nproc-per-node 8 -m ranklens_megatron.examples.gpt --tp 2 --pp 2
 
@@ -42,9 +42,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=2, help="tensor-parallel ranks")
     parser.add_argument("--pp", type=int, default=2, help="pipeline stages")
     parser.add_argument(
+        "--vp", type=int, default=1, help="model chunks a stage; above 1: interleaved schedule"
+    )
+    parser.add_argument(
         "--ep", type=int, default=1, help="expert-parallel ranks; above 1: mixture of experts"
     )
-    parser.add_argument("--num-layers", type=int, help="default: two a pipeline stage")
+    parser.add_argument("--num-layers", type=int, help="default: two a pipeline stage, or one a chunk")
     parser.add_argument("--hidden-size", type=int, default=64)
     parser.add_argument("--num-attention-heads", type=int, default=8)
     parser.add_argument("--seq-length", type=int, default=32)
@@ -57,8 +60,8 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def build_model(args: argparse.Namespace) -> tuple[TransformerConfig, DistributedDataParallel]:
-    """This rank's part of the model, wrapped for data parallelism."""
+def build_model(args: argparse.Namespace) -> tuple[TransformerConfig, list[DistributedDataParallel]]:
+    """This rank's chunks of the model, each wrapped for data parallelism."""
     experts = (
         {
             "num_moe_experts": 2 * args.ep,
@@ -70,12 +73,13 @@ def build_model(args: argparse.Namespace) -> tuple[TransformerConfig, Distribute
         else {}
     )
     config = TransformerConfig(
-        num_layers=args.num_layers or 2 * args.pp,
+        num_layers=args.num_layers or max(2, args.vp) * args.pp,
         hidden_size=args.hidden_size,
         num_attention_heads=args.num_attention_heads,
         use_cpu_initialization=True,
         tensor_model_parallel_size=args.tp,
         pipeline_model_parallel_size=args.pp,
+        virtual_pipeline_model_parallel_size=args.vp if args.vp > 1 else None,
         expert_model_parallel_size=args.ep,
         params_dtype=torch.float32,
         pipeline_dtype=torch.float32,
@@ -87,34 +91,40 @@ def build_model(args: argparse.Namespace) -> tuple[TransformerConfig, Distribute
         **experts,
     )
     spec = get_gpt_layer_local_spec(num_experts=experts.get("num_moe_experts"), normalization="LayerNorm")
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=args.vocab_size,
-        max_sequence_length=args.seq_length,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=True,
-    ).cuda()
     ddp = DistributedDataParallelConfig(
         overlap_grad_reduce=True, use_distributed_optimizer=True, bucket_size=20_000
     )
-    return config, DistributedDataParallel(config, ddp, model)
+    chunks = []
+    for chunk in range(args.vp):
+        stage: dict[str, Any] = {"vp_stage": chunk} if args.vp > 1 else {}
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            vocab_size=args.vocab_size,
+            max_sequence_length=args.seq_length,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **stage),
+            share_embeddings_and_output_weights=True,
+            **stage,
+        ).cuda()
+        chunks.append(DistributedDataParallel(config, ddp, model, disable_bucketing=chunk > 0))
+    return config, chunks
 
 
 def build_optimizer(
-    args: argparse.Namespace, config: TransformerConfig, model: DistributedDataParallel
+    args: argparse.Namespace, config: TransformerConfig, chunks: list[DistributedDataParallel]
 ) -> MegatronOptimizer:
     """Adam whose state is sharded over the data-parallel ranks."""
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam", lr=args.lr, use_distributed_optimizer=True, params_dtype=torch.float32
         ),
-        [model],
+        chunks,
     )
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
-    config.no_sync_func = model.no_sync
+    no_syncs = [chunk.no_sync for chunk in chunks]
+    config.no_sync_func = no_syncs if args.vp > 1 else no_syncs[0]
     return optimizer
 
 
@@ -155,20 +165,26 @@ def main() -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     backend = "nccl" if dist.is_nccl_available() else "gloo"
     dist.init_process_group(os.environ.get("BACKEND", backend))
-    parallel_state.initialize_model_parallel(args.tp, args.pp, expert_model_parallel_size=args.ep)
+    parallel_state.initialize_model_parallel(
+        args.tp,
+        args.pp,
+        virtual_pipeline_model_parallel_size=args.vp if args.vp > 1 else None,
+        expert_model_parallel_size=args.ep,
+    )
     torch.manual_seed(args.seed)
     tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
-    config, model = build_model(args)
-    optimizer = build_optimizer(args, config, model)
+    config, chunks = build_model(args)
+    optimizer = build_optimizer(args, config, chunks)
     forward_backward = get_forward_backward_func()
-    data = batches(args)
+    data = [batches(args) for _ in chunks]  # every chunk reads the same batches in its own time
     for step in range(args.steps):
-        model.zero_grad_buffer()
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
         optimizer.zero_grad()
         results: list[dict[str, Any]] = forward_backward(
             forward_step_func=forward_step,
-            data_iterator=data,
-            model=[model],
+            data_iterator=data if args.vp > 1 else data[0],
+            model=chunks,
             num_microbatches=args.num_microbatches,
             seq_length=args.seq_length,
             micro_batch_size=args.micro_batch_size,
