@@ -26,6 +26,7 @@ def record(
     program: Program | None = None,
     run: RunRecord | None = None,
     overwrite: bool = False,
+    every_input: bool = False,
     cores: CorePlan | None = None,
 ) -> Iterator[RecordSession]:
     """Record the calls made inside the block, on this rank, into ``directory``.
@@ -42,6 +43,7 @@ def record(
         keep_values=keeps_values(payload, place.rank),
         window=steps,
         overwrite=overwrite,
+        every_input=every_input,
         cores=cores,
     )
     status, interrupted = 1, False
