@@ -166,6 +166,8 @@ def why_none_compared(task: Task, matcher: Matcher | None, record: RankRecord | 
         return "nothing was recorded"
     if not task.compares:
         return f"--task {task.name} compares none"
+    if task.compares_all:
+        return "no call with inputs of this rank's was as recorded"
     if matcher.comparable:
         return f"the replay made none of the {matcher.comparable} calls that could have been"
     if record.value_steps is not None and matcher.training_total:

@@ -1,4 +1,4 @@
-"""The pytest plugin: ``@pytest.mark.ranklens("traces/gpt8", rank=5)`` runs a test as rank 5 of its job, alone.
+"""The pytest plugin: ``@pytest.mark.ranklens("traces/gpt8", rank=5)`` runs a test as rank 5 of a job, alone.
 
 ``pytest --ranklens-record`` records the traces, with local ranks. pytest loads this at every start, so it
 imports neither torch nor pyarrow before a marked test runs. docs/pytest.md is for users.

@@ -1,7 +1,7 @@
 """A test's fixtures, in two parts: what pytest's process sets up once, and what each rank sets up itself.
 
 A fixture of function scope may do what the test does: make process groups, build the model. It runs where the
-test's body runs, inside the rank. Wider ones (class, module, session) are shared between tests, and run before.
+test's body runs, inside the rank. Wider ones (class, module, session) are for several tests, and run before.
 """
 
 from __future__ import annotations

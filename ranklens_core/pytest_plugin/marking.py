@@ -8,7 +8,7 @@ import shlex
 import unittest
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import pytest
 
@@ -45,26 +45,25 @@ class Marking:
 
 
 def marking_of(node: pytest.Item | pytest.Collector) -> Marking | None:
-    """What the closest ``ranklens`` marker says; None without one. Fails, naming it, over a wrong argument."""
+    """What the closest ``ranklens`` marker says; None without one. A wrong argument fails, named."""
     mark = node.get_closest_marker("ranklens")
     return None if mark is None else _checked(mark, node.nodeid)
 
 
 def refuse_what_is_no_function(item: pytest.Item) -> pytest.Function:
     """The item, if it is one whose body can be run on its own; else fails."""
-    if isinstance(item, pytest.Function) and not (item.cls and issubclass(item.cls, unittest.TestCase)):
-        return item
-    fail(
-        f"@pytest.mark.ranklens is for test functions and methods of plain classes, and {item.nodeid} is a "
-        f"{type(item).__name__}. Write it as one of those."
-    )
+    if not isinstance(item, pytest.Function) or (item.cls and issubclass(item.cls, unittest.TestCase)):
+        fail(
+            f"@pytest.mark.ranklens is for test functions and methods of plain classes, and {item.nodeid} is "
+            f"a {type(item).__name__}. Write it as one of those."
+        )
+    return item
 
 
 def rank_of(item: pytest.Function, marking: Marking) -> int:
     """The rank that this item is."""
     if marking.is_swept:
-        rank: int = item.callspec.params[RANK_PARAMETER]
-        return rank
+        return cast(int, item.callspec.params[RANK_PARAMETER])
     return marking.ranks[0]
 
 
@@ -104,11 +103,8 @@ def _without_rank(name: str, item: pytest.Function, marking: Marking) -> str:
     if not marking.is_swept:
         return name
     suffix = f"rank{rank_of(item, marking)}]"
-    return (
-        name.removesuffix(f"[{suffix}")
-        if name.endswith(f"[{suffix}")
-        else name.removesuffix(f"-{suffix}") + "]"
-    )
+    alone = f"[{suffix}"
+    return name.removesuffix(alone) if name.endswith(alone) else name.removesuffix(f"-{suffix}") + "]"
 
 
 def _checked(mark: pytest.Mark, nodeid: str) -> Marking:

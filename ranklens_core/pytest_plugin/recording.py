@@ -97,12 +97,18 @@ def _world_size(path: Path, item: pytest.Function, marking: Marking) -> int:
         return marking.world_size
     try:
         with open_trace(path) as trace:
-            return trace.world_size
+            world_size = trace.world_size
     except TraceError:
         fail(
-            f"How many ranks shall be recorded? There is no trace at {shown(path, item)} yet to say it: give "
-            "the marker world_size=N."
+            f"How many ranks shall be recorded? There is no trace at {shown(path, item)} to say it: give the "
+            "marker world_size=N."
         )
+    if max(marking.ranks) >= world_size:
+        fail(
+            f"The marker asks for rank {max(marking.ranks)}, but {shown(path, item)} is of {world_size} ranks "
+            f"(0 to {world_size - 1}). To record more, give the marker world_size=N."
+        )
+    return world_size
 
 
 def _run_ranks(item: pytest.Function, marking: Marking, world_size: int, work: Path) -> None:
