@@ -105,8 +105,8 @@ def _world_size(path: Path, item: pytest.Function, marking: Marking) -> int:
         )
     if max(marking.ranks) >= world_size:
         fail(
-            f"The marker asks for rank {max(marking.ranks)}, but {shown(path, item)} is of {world_size} ranks "
-            f"(0 to {world_size - 1}). To record more, give the marker world_size=N."
+            f"The marker asks for rank {max(marking.ranks)}, but {shown(path, item)} has the ranks 0 "
+            f"to {world_size - 1}. To record more, give the marker world_size=N."
         )
     return world_size
 
