@@ -32,8 +32,8 @@ def record(
     """Record the calls made inside the block, on this rank, into ``directory``.
 
     ``payload`` is ``"all"``, ``"none"`` or ``"R,R,..."``: the ranks whose values are kept. ``steps``
-    is the window ``(first, end)`` whose inputs can be compared later. ``cores`` says where this rank's
-    threads are to run.
+    is the window ``(first, end)`` whose inputs can be compared later, ``every_input`` keeps those of calls
+    without floating-point numbers too. ``cores`` says where this rank's threads are to run.
     """
     place = RankEnvironment.from_environ(os.environ)
     session = RecordSession(

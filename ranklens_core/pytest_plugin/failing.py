@@ -21,4 +21,4 @@ def traceback_text(item: pytest.Item, error: BaseException) -> str:
         return shown
     text = io.StringIO()  # str(shown) would strip the first line's indentation
     shown.toterminal(TerminalWriter(text))
-    return text.getvalue().rstrip("\n")
+    return text.getvalue().strip("\n")
