@@ -9,7 +9,7 @@ from ranklens_core import environment
 from ranklens_core.clock import Clock, MonotonicClock, PausableClock
 from ranklens_core.delivery import AtOnce, Delivery
 from ranklens_core.errors import UsageError, ValuesMissingError
-from ranklens_core.judgement import make_verdict
+from ranklens_core.judgement import Judged, make_verdict
 from ranklens_core.lone_rank import LoneRank
 from ranklens_core.matching import Matcher
 from ranklens_core.network_time import NetworkTime, check_world
@@ -32,7 +32,7 @@ WARM_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
 """How much of a trace's values is read before a replay that keeps time: a quarter of the memory."""
 
 
-class ReplaySession:
+class ReplaySession(Judged):
     """Replays one rank from creation until ``close``, which makes the ``verdict``."""
 
     def __init__(
@@ -50,7 +50,6 @@ class ReplaySession:
         self.trace, self.task = trace, task
         self._rank_trace = trace.rank(rank)
         self.record: RankRecord = self._rank_trace.record
-        self.verdict: Verdict | None = None
         self._meter = StepMeter(task)
         self._network_time: NetworkTime | None = None
         self._on_mismatch = on_mismatch or task.on_mismatch
@@ -153,7 +152,7 @@ class ReplaySession:
         """Undo everything and judge; ``error`` is what ended the program, None for its own end."""
         self._replayer.delivery.close()
         self._lone.undo()
-        self.verdict = make_verdict(
+        verdict = self._verdict = make_verdict(
             task=self.task,
             lone=self._lone,
             replayer=self._replayer,
@@ -169,7 +168,7 @@ class ReplaySession:
             clock=self.trace.run.clock if self._timing else "",
         )
         self._rank_trace.close()
-        return self.verdict
+        return verdict
 
 
 def _ranks_with_values(trace: Trace) -> str:

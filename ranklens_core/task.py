@@ -89,6 +89,13 @@ TASKS = {
 """Every task by its name on the command line."""
 
 
+def on_mismatch_named(name: str) -> OnMismatch:
+    """What a mismatch does, or ``UsageError`` listing the choices."""
+    if name not in list(OnMismatch):
+        raise UsageError(f"on_mismatch is {name!r}. Choices: {', '.join(OnMismatch)}.")
+    return OnMismatch(name)
+
+
 def task_named(name: str) -> Task:
     """The task, or ``UsageError`` listing those there are."""
     if name not in TASKS:
