@@ -8,8 +8,11 @@ with ranklens.record("trace", payload="all"):      # inside any rank
 with ranklens.replay("trace", rank=5) as session:  # alone
     train()
 session.verdict.structure.matched
+with ranklens.emulate(world_size=256, rank=200) as session:  # never recorded
+    train()
 trace = ranklens.open_trace("trace")               # no torch needed
 trace.calls(rank=5).to_pandas()
+trace.groups["tp"], trace.steps
 ```
 """
 
@@ -19,12 +22,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ranklens_core.session import record, replay
-    from ranklens_core.trace import open_trace
+    from ranklens_core.errors import RankLensError
+    from ranklens_core.session import emulate, record, replay
+    from ranklens_core.trace import Trace, open_trace
+    from ranklens_core.verdict import Verdict
 
-__all__ = ["open_trace", "record", "replay"]
+__all__ = ["RankLensError", "Trace", "Verdict", "emulate", "open_trace", "record", "replay"]
 
 _HOMES = {
+    "RankLensError": "ranklens_core.errors",
+    "Trace": "ranklens_core.trace",
+    "Verdict": "ranklens_core.verdict",
+    "emulate": "ranklens_core.session",
     "open_trace": "ranklens_core.trace",
     "record": "ranklens_core.session",
     "replay": "ranklens_core.session",

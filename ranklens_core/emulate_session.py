@@ -5,7 +5,7 @@ from __future__ import annotations
 from ranklens_core.clock import Clock, MonotonicClock, PausableClock
 from ranklens_core.delivery import AtOnce, Delivery
 from ranklens_core.errors import UsageError
-from ranklens_core.judgement import make_verdict
+from ranklens_core.judgement import Judged, make_verdict
 from ranklens_core.lone_rank import LoneRank
 from ranklens_core.network_time import NetworkTime, check_world
 from ranklens_core.replayer import Replayer
@@ -20,7 +20,7 @@ RANKS_PER_NODE = 8
 """Of a job whose network nobody named: the usual node has this many GPUs."""
 
 
-class EmulateSession:
+class EmulateSession(Judged):
     """Emulates ``rank`` of ``world_size`` from creation until ``close``, which makes the ``verdict``.
 
     ``network`` gives the times; None keeps none. Raises UsageError for a rank outside the world, and for a
@@ -50,7 +50,6 @@ class EmulateSession:
             check_world(estimator, world_size)
         per_node = min(estimator.ranks_per_node if estimator else RANKS_PER_NODE, world_size)
         self.task = task
-        self.verdict: Verdict | None = None
         self._meter = StepMeter(task)
         self._network_time: NetworkTime | None = None
         pausable = PausableClock(clock or MonotonicClock())
@@ -103,7 +102,7 @@ class EmulateSession:
         """Undo everything and judge; ``error`` is what ended the program, None for its own end."""
         self._replayer.delivery.close()
         self._lone.undo()
-        self.verdict = make_verdict(
+        verdict = self._verdict = make_verdict(
             task=self.task,
             lone=self._lone,
             replayer=self._replayer,
@@ -115,4 +114,4 @@ class EmulateSession:
             memory=self._meter.memory.result(tuple(self._lone.made.values())) if self._meter.memory else None,
             estimates=self._network_time.sources if self._network_time else {},
         )
-        return self.verdict
+        return verdict

@@ -140,7 +140,7 @@ def restore(recorded: Iterable[EnvironmentItem], patches: Patches) -> list[Envir
         elif (item.kind, item.name) in settings:
             read, write = settings[(item.kind, item.name)]
             now = read()
-            if now != item.value:
+            if now != item.value or item.kind == "random":  # the program will draw numbers
                 patches.on_undo(write, now)
                 _write_setting(write, item)
             # random state always differs and is always restored: nothing to report

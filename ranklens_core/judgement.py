@@ -8,7 +8,7 @@ import msgspec
 
 from ranklens_core import environment
 from ranklens_core.delivery import TimeSource
-from ranklens_core.errors import RankLensError, StructureMismatchError
+from ranklens_core.errors import RankLensError, StructureMismatchError, UsageError
 from ranklens_core.lone_rank import LoneRank
 from ranklens_core.matching import Matcher
 from ranklens_core.replayer import Replayer
@@ -34,6 +34,19 @@ SHOWN_ROLES = ("tp", "pp", "dp", "ep", "cp", "pipe", "model", "expert", "sp")
 
 SHOWN_VERSIONS = {"deepspeed": "deepspeed", "megatron-core": "megatron", "torch": ""}
 """Distribution -> the framework that must be in use for its version to be shown."""
+
+
+class Judged:
+    """A session that ends with a verdict."""
+
+    _verdict: Verdict | None = None
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the run found out, once it is over; before, ``UsageError``."""
+        if self._verdict is None:
+            raise UsageError("There is no verdict yet: ask for it after the `with` block of the session.")
+        return self._verdict
 
 
 def judge(
@@ -166,6 +179,8 @@ def why_none_compared(task: Task, matcher: Matcher | None, record: RankRecord | 
         return "nothing was recorded"
     if not task.compares:
         return f"--task {task.name} compares none"
+    if task.compares_all:
+        return "no call with inputs of this rank's was as recorded"
     if matcher.comparable:
         return f"the replay made none of the {matcher.comparable} calls that could have been"
     if record.value_steps is not None and matcher.training_total:

@@ -89,6 +89,7 @@ class RecordSession:
         keep_values: bool,
         window: tuple[int, int | None] | None = None,
         overwrite: bool = False,
+        every_input: bool = False,
         clock: Clock | None = None,
         cores: CorePlan | None = None,
     ) -> None:
@@ -123,7 +124,8 @@ class RecordSession:
         self._bypassed: set[str] = set()
         self._bypasses = Bypasses(self._bypass_used)
         signatures = Signatures(self._groups, Sites(TIMER_FILES), self._new_signature)
-        self.recorder = Recorder(self.writer, signatures, self.steps, Values(keep_values, window), clock)
+        values = Values(keep_values, window, every_input=every_input)
+        self.recorder = Recorder(self.writer, signatures, self.steps, values, clock)
         self.writer.watch(self.recorder.activity)
         self._optimizer_steps = OptimizerSteps(self.steps)
         self._printed = PrintedMetrics(self.writer.printed)

@@ -42,18 +42,23 @@ T = TypeVar("T")
 class Values:
     """Whose values are kept, and when: results up to the window's end, inputs inside it.
 
-    Results of the steps before the window are kept too: a replay starts with the program.
+    Results of the steps before the window are kept too: a replay starts with the program. ``every_input``
+    keeps those of calls that carry no floating-point numbers too.
     """
 
-    def __init__(self, keep: bool, window: tuple[int, int | None] | None) -> None:
+    def __init__(
+        self, keep: bool, window: tuple[int, int | None] | None, *, every_input: bool = False
+    ) -> None:
         self.keep = keep
+        self._every_input = every_input
         self.first, self.end = window or (NO_FIRST, None)
 
     def results(self, step: int) -> bool:
         return self.keep and (self.end is None or step < self.end)
 
-    def inputs(self, step: int) -> bool:
-        return self.keep and self.first <= step and (self.end is None or step < self.end)
+    def inputs(self, step: int, interned: Interned) -> bool:
+        wanted = compared(interned) or (self._every_input and interned.signature.purpose is Purpose.TENSOR)
+        return wanted and self.keep and self.first <= step and (self.end is None or step < self.end)
 
 
 NO_FIRST = -(1 << 62)
@@ -241,7 +246,7 @@ class Recorder:
         interned = self._signatures.of(call)
         step, phase = self._steps.index, self._steps.phase
         in_addresses: tuple[bytes, ...] = ()
-        if call.informative and self._values.inputs(step) and compared(interned):
+        if call.informative and self._values.inputs(step, interned):
             in_addresses = tuple([content_address(tensor_bytes(t)) for t in call.inputs])
         lane = interned.lane
         with self._lock:

@@ -10,7 +10,7 @@ from ranklens_core.clock import Clock, MonotonicClock, PausableClock
 from ranklens_core.delivery import AtOnce, Delivery
 from ranklens_core.errors import UsageError, ValuesMissingError
 from ranklens_core.in_time import InTime
-from ranklens_core.judgement import make_verdict
+from ranklens_core.judgement import Judged, make_verdict
 from ranklens_core.lone_rank import LoneRank
 from ranklens_core.matching import Matcher
 from ranklens_core.network_time import NetworkTime, check_world
@@ -36,7 +36,7 @@ ALIKE = "the recorded call it is like"
 """Source of an estimated time: peers' pace and the transfer are those of a recorded call."""
 
 
-class ReplaySession:
+class ReplaySession(Judged):
     """Replays one rank from creation until ``close``, which makes the ``verdict``."""
 
     def __init__(
@@ -54,7 +54,6 @@ class ReplaySession:
         self.trace, self.task = trace, task
         self._rank_trace = trace.rank(rank)
         self.record: RankRecord = self._rank_trace.record
-        self.verdict: Verdict | None = None
         self._meter = StepMeter(task)
         self._network_time: NetworkTime | None = None
         self._on_mismatch = on_mismatch or task.on_mismatch
@@ -157,7 +156,7 @@ class ReplaySession:
         """Undo everything and judge; ``error`` is what ended the program, None for its own end."""
         self._replayer.delivery.close()
         self._lone.undo()
-        self.verdict = make_verdict(
+        verdict = self._verdict = make_verdict(
             task=self.task,
             lone=self._lone,
             replayer=self._replayer,
@@ -173,7 +172,7 @@ class ReplaySession:
             clock=self.trace.run.clock if self._timing else "",
         )
         self._rank_trace.close()
-        return self.verdict
+        return verdict
 
     def _estimates(self) -> dict[str, int]:
         """How many calls that were not recorded got their time from where."""

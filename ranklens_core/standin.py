@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from ranklens_core.errors import UsageError
+from ranklens_core.patches import Patches
 
 
 def wants_cpu_cuda(asked: bool, frameworks: Sequence[str]) -> bool:
@@ -39,11 +40,17 @@ def wants_cpu_cuda(asked: bool, frameworks: Sequence[str]) -> bool:
     return False
 
 
-def cpu_cuda_context(wanted: bool) -> AbstractContextManager[object]:
-    """The stand-in as a context, or nothing."""
+@contextmanager
+def cpu_cuda_context(wanted: bool) -> Iterator[None]:
+    """The stand-in as a context; nothing if it is not wanted or in place already."""
     if not wanted:
-        return nullcontext()
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    from ranklens_core.cpu_cuda import cpu_cuda
+        yield
+        return
+    with Patches() as patches:
+        if "TORCHDYNAMO_DISABLE" not in os.environ:
+            patches.setitem(os.environ, "TORCHDYNAMO_DISABLE", "1")  # before the import, which reads it
+        from ranklens_core.cpu_cuda import cpu_cuda, is_installed
 
-    return cpu_cuda()
+        if not is_installed():
+            patches.enter(cpu_cuda())
+        yield

@@ -29,7 +29,8 @@ class OnMismatch(StrEnum):
 class Task:
     """``result`` is the preferred source; with ``falls_back`` a call without recorded values is
     synthesised instead of being an error. ``keeps_time`` says whether results arrive when they would
-    have; ``compares`` whether inputs are checked; ``watches_memory`` whether each step's peak is taken.
+    have; ``compares`` whether inputs are checked, in training steps or with ``compares_all`` everywhere;
+    ``watches_memory`` whether each step's peak is taken.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Task:
     falls_back: bool = False
     keeps_time: bool = False
     compares: bool = False
+    compares_all: bool = False
     watches_memory: bool = False
 
 
@@ -85,6 +87,13 @@ TASKS = {
     )
 }
 """Every task by its name on the command line."""
+
+
+def on_mismatch_named(name: str) -> OnMismatch:
+    """What a mismatch does, or ``UsageError`` listing the choices."""
+    if name not in list(OnMismatch):
+        raise UsageError(f"on_mismatch is {name!r}. Choices: {', '.join(OnMismatch)}.")
+    return OnMismatch(name)
 
 
 def task_named(name: str) -> Task:

@@ -75,7 +75,7 @@ FLOORS: list[list[str]] = [
         "interop",
         "run",
     ],
-    ["cli"],
+    ["cli", "pytest_plugin"],
 ]
 """From the ground up (docs/design.md, section 3). A module imports only what stands before it: on a
 lower floor, or earlier on its own. Above them all stand the adapters (``ADAPTERS``)."""

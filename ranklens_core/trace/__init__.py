@@ -4,7 +4,14 @@ The format is described in ``docs/trace-format.md``. Nothing here needs torch.
 """
 
 from ranklens_core.trace.ending import JobEnding, read_ending, write_ending
-from ranklens_core.trace.layout import RUN_FILE, prepare_directory, rank_directory, remove_ranks_outside
+from ranklens_core.trace.layout import (
+    RUN_FILE,
+    check_replaceable,
+    prepare_directory,
+    rank_directory,
+    remove_ranks_outside,
+    replace_trace,
+)
 from ranklens_core.trace.lines import RankHeader
 from ranklens_core.trace.payload import content_address
 from ranklens_core.trace.problem import Problem, ProblemKind
@@ -24,12 +31,14 @@ __all__ = [
     "Trace",
     "TraceWriter",
     "VerifyReport",
+    "check_replaceable",
     "content_address",
     "open_trace",
     "prepare_directory",
     "rank_directory",
     "read_ending",
     "remove_ranks_outside",
+    "replace_trace",
     "verify",
     "write_ending",
     "write_run",

@@ -97,6 +97,44 @@ def remove_ranks_outside(path: Path, world_size: int, overwrite: bool) -> None:
         ) from error
 
 
+def check_replaceable(path: Path) -> None:
+    """Make sure that ``replace_trace`` may take what is at ``path`` away: a trace, or nothing.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise UsageError(f"{path} is no directory of a trace: RankLens does not replace it. Name another.")
+    if path.is_dir():
+        _refuse_strangers(path, sorted(path.iterdir()), deep=True)
+
+
+def replace_trace(new: Path, path: Path) -> None:
+    """Put the finished trace ``new`` where ``path`` is, in place of the trace that may be there.
+
+    They must be on one file system. A reader finds the old one, the new one or, for a moment, none; never a
+    part of one.
+
+    Raises:
+        UsageError: what is at ``path`` is no trace, or cannot be replaced; it is then still there.
+    """
+    check_replaceable(path)
+    aside = new.with_name(f"{new.name}.old")
+    try:
+        if path.exists():
+            path.rename(aside)
+        try:
+            new.rename(path)
+        except OSError:
+            if aside.exists():
+                aside.rename(path)
+            raise
+        if aside.exists():
+            shutil.rmtree(aside)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be replaced: {error.strerror or error}.") from error
+
+
 def _delete_trace(path: Path, rank: int | None) -> None:
     """Delete the trace in ``path`` (or one rank's part) once all of it is known to be a trace."""
     entries = sorted(path.iterdir()) if rank is None else [path / rank_directory(rank)]

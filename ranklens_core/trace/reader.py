@@ -135,8 +135,11 @@ class Trace:
 
     @cached_property
     def groups(self) -> Mapping[str, tuple[GroupRecord, ...]]:
-        """Process groups by role (``"tp"``: all of that role) and by key (that one alone)."""
-        found: dict[str, tuple[GroupRecord, ...]] = {}
+        """Process groups by role (``"tp"``: all of that role) and by key (that one alone).
+
+        Looking up another name is a ``KeyError`` that lists those there are.
+        """
+        found = _Groups()
         for group in self.group_records:
             for name in (group.key, *filter(None, group.role.split("+"))):
                 found[name] = (*found.get(name, ()), group)
@@ -165,7 +168,7 @@ class Trace:
         """All calls of ``rank``, one a row, in entry order; errors as ``rank``.
 
         Columns of the ``Signature``, the ``CallRow`` and the ``CompletionRow`` (null where the
-        call did not complete).
+        call did not complete): a ``pyarrow.Table``, whose ``to_pandas()`` needs pandas installed.
         """
         return self.rank(rank).joined_calls
 
@@ -263,6 +266,15 @@ class Trace:
             return f"no call was recorded; last flush after {seconds:.3f} s"
         entry, step = calls["entry"][-1].as_py(), calls["step"][-1].as_py()
         return f"last entry {entry} in step {step}; last flush after {seconds:.3f} s"
+
+
+class _Groups(dict[str, tuple[GroupRecord, ...]]):
+    """Groups by name; a missing name says which there are."""
+
+    def __missing__(self, name: str) -> tuple[GroupRecord, ...]:
+        raise KeyError(
+            f"there is no group or role {name!r} in this trace: it has {', '.join(self) or 'none'}"
+        )
 
 
 class _Ranks(Mapping[int, RankRecord]):
