@@ -53,7 +53,8 @@ def test_the_layout_becomes_the_programs_arguments() -> None:
     )
     command = replay_command(config, program_of(config.workload), None, Path("v.json"))
     assert command.typed().startswith(
-        "ranklens replay ranklens-runs/traces/megatron_tp4_pp4_dp4-megatron_gpt --rank 37 --verdict v.json -- "
+        "ranklens replay ranklens-runs/traces/megatron_tp4_pp4_dp4-megatron_gpt --rank 37 "
+        "--verdict v.json -- "
     )
 
 
