@@ -75,13 +75,14 @@ def judge(
     if matcher.window_ended:
         if replayer.scores.first_divergence is not None:
             return Status.VALUES_DIVERGED, ""
-        return Status.OK, f"the recorded window ends before step {steps}"
+        ended = f"the recorded window ends before step {(matcher.from_step or 0) + steps}"
+        return Status.OK, "; ".join(filter(None, (ended, matcher.restarted())))
     missing = matcher.missing()
     if missing:
         return Status.STRUCTURE_MISMATCH, missing
     if replayer.scores.first_divergence is not None:
         return Status.VALUES_DIVERGED, ""
-    return Status.OK, ""
+    return Status.OK, matcher.restarted()
 
 
 def _made_up(replayer: Replayer) -> str:
@@ -157,7 +158,9 @@ def make_verdict(
         environment=tuple(differences),
         # made-up results give made-up losses: comparing them would say nothing
         printed=compare_printed(
-            record.printed if record and task.result is Result.RECORDED else (), lone.printed
+            record.printed if record and task.result is Result.RECORDED else (),
+            lone.printed,
+            since=matcher.from_step if matcher else None,
         ),
         bypassed=tuple(lone.bypasses.used),
         roles=tuple(
@@ -193,10 +196,23 @@ def why_none_compared(task: Task, matcher: Matcher | None, record: RankRecord | 
     return "the training calls have no inputs of this rank's (it only receives)"
 
 
-def compare_printed(recorded: Sequence[Printed], now: Sequence[Printed]) -> PrintedResult:
-    """Printed losses and norms against the recorded ones, text against text, in order."""
+def compare_printed(
+    recorded: Sequence[Printed], now: Sequence[Printed], since: int | None = None
+) -> PrintedResult:
+    """Printed losses and norms against the recorded ones, text against text, in order.
+
+    A program that started with step ``since`` did not print what was printed before. That of ``since`` itself
+    is left out too where it was printed before the step's end: it may have been the step's before.
+    """
+    if since is not None:
+        recorded = [metric for metric in recorded if metric.step > since]
+        now = [metric for metric in now if metric.step > since]
     pairs = list(zip(recorded, now, strict=False))
-    differing = [(i, then, here) for i, (then, here) in enumerate(pairs) if then != here]
+    differing = [
+        (i, then, here)
+        for i, (then, here) in enumerate(pairs)
+        if (then.name, then.text) != (here.name, here.text)
+    ]
     first = ""
     if differing:
         index, then, here = differing[0]

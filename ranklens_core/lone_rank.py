@@ -41,6 +41,7 @@ class LoneRank:
     ``local_world_size`` is how many ranks the job has on this rank's host; ``backend`` is the real
     job's, None if the program is the first to say it. ``makes_up`` says that results will be made up: then
     fresh buffers are zero, and frameworks compare this rank with itself where they compare ranks.
+    ``first_step`` is the number of the program's first step.
     ``on_step_begin`` is told that the first step begins, ``on_step_end`` that one
     is over. ``refused`` is the error of what the program did that nobody can stand in for (wait for a peer's
     word in a Store, replace itself), also where it caught that error. Raises ``UsageError`` if the
@@ -57,6 +58,7 @@ class LoneRank:
         backend: str | None,
         clock: Clock,
         makes_up: bool = False,
+        first_step: int = 0,
         on_step_end: Callable[[Step], None],
         on_step_begin: Callable[[], None] = lambda: None,
     ) -> None:
@@ -81,7 +83,7 @@ class LoneRank:
             let_fake_groups_coalesce(self.patches, backend)
             self.groups = Groups(self._keep_group)
             self.patches.on_undo(self.groups.close)
-            self.steps = Steps(clock, on_step_begin, on_step_end)
+            self.steps = Steps(clock, on_step_begin, on_step_end, first_step)
             peers = Peers()
             self.synthesiser = Synthesiser(peers, Unwritten(self.patches) if makes_up else None)
             self.adapters = Adapters(self.steps, strict=False, peers=peers if makes_up else None)
@@ -97,7 +99,7 @@ class LoneRank:
         """Send the program's calls to ``replayer`` and watch its steps and what it prints."""
         self._replayer = replayer
         self.patches.on_undo(OptimizerSteps(self.steps).remove)
-        self.patches.on_undo(PrintedMetrics(self.printed.append).remove)
+        self.patches.on_undo(PrintedMetrics(self.printed.append, lambda: self.steps.index).remove)
         self.patches.on_undo(install(replayer).remove)
 
     def undo(self) -> None:

@@ -6,6 +6,7 @@ independently, so that calls on different groups may interleave differently than
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from ranklens_core.c10d.site import Sites
 from ranklens_core.check.structure import Mismatch, describe, explain, structure_of
 from ranklens_core.errors import StructureMismatchError, TraceIncompleteError
 from ranklens_core.pattern import Pattern
-from ranklens_core.schema import CallRecord, GroupRecord
+from ranklens_core.schema import NO_STEP, CallRecord, GroupRecord
 from ranklens_core.trace import RankTrace
 
 
@@ -36,12 +37,13 @@ class Match(NamedTuple):
 class _Sequence:
     """The records of one lane and how far the program has come."""
 
-    __slots__ = ("_pattern", "at", "records", "structures")
+    __slots__ = ("_pattern", "at", "begun", "records", "structures")
 
     def __init__(self) -> None:
         self.records: list[CallRecord] = []
         self.structures: list[int] = []
         self.at = 0
+        self.begun = False
         self._pattern: Pattern | None = None
 
     @property
@@ -57,7 +59,7 @@ class Matcher:
 
     ``realigns``: the program may make more or fewer calls in a step than were recorded; what is no record
     of the step is passed over, and the next call is looked for again. Nor does it end with a recording that
-    broke off.
+    broke off. With ``from_step`` the program starts with that step, from a checkpoint of its own.
     ``stops`` says whether a mismatch is an error; ``keeps_window`` whether the program ends with the
     recorded window. ``total`` and ``training_total`` count recorded calls, ``matched`` and
     ``training_matched`` those the program has made; ``comparable`` recorded training calls have inputs to
@@ -74,6 +76,7 @@ class Matcher:
         stops: bool,
         keeps_window: bool,
         realigns: bool = False,
+        from_step: int | None = None,
     ) -> None:
         record = trace.record
         self._rank = record
@@ -81,6 +84,8 @@ class Matcher:
         self._sites = sites
         self._stops = stops
         self.realigns = realigns
+        self.from_step = from_step
+        self._made_up = self._answered = 0
         self._window_end = record.value_steps[1] if record.value_steps and keeps_window else None
         self._structures: dict[tuple[object, ...], int] = {}
         self._live_structures: dict[int, int] = {}
@@ -103,6 +108,11 @@ class Matcher:
         sequence = self._lanes.get(interned.lane)
         if sequence is None:
             sequence = self._lanes[interned.lane] = _Sequence()
+        if self.is_set_up(step):
+            return self._set_up(interned, sequence)
+        if self.from_step == step and not self._begin(interned, sequence):
+            self._made_up += 1
+            return Match(None, sequence.at)
         if self.realigns:
             self._realign(interned, sequence, step)
         at = sequence.at
@@ -158,6 +168,57 @@ class Matcher:
                 return
             at += 1
 
+    def is_set_up(self, step: int) -> bool:
+        """Whether a call of ``step`` is one of a program that goes on from a checkpoint, before it does."""
+        return self.from_step is not None and step < self.from_step
+
+    def restarted(self) -> str:
+        """How the program came to the step that it started with, in words; ``""`` if that was the first."""
+        if self.from_step is None:
+            return ""
+        return (
+            f"started with step {self.from_step}, from the program's own checkpoint: of the calls before it "
+            f"{self._answered} were answered as recorded, {self._made_up} as if all ranks were like this one"
+        )
+
+    def _set_up(self, interned: Interned, sequence: _Sequence) -> Match:
+        """The next recorded set-up call like this one; loading a checkpoint makes others than were recorded,
+        which have no record."""
+        records, structure = sequence.records, self._structure(interned)
+        for at in range(sequence.at, len(records)):
+            if records[at].row.step != NO_STEP:
+                break
+            if sequence.structures[at] == structure:
+                sequence.at = at + 1
+                self._answered += 1
+                return Match(records[at], at)
+        self._made_up += 1
+        return Match(None, sequence.at)
+
+    def _begin(self, interned: Interned, sequence: _Sequence) -> bool:
+        """Go to the call's record in the step that the program starts with; False if it has none there and
+        needs none.
+
+        What is no training may differ: in this step the recorded job saved the checkpoint, and frameworks
+        check once a process that all ranks agree.
+        """
+        assert self.from_step is not None
+        records, structure = sequence.records, self._structure(interned)
+        if not sequence.begun:
+            sequence.begun = True
+            sequence.at = bisect_left(records, self.from_step, key=lambda record: record.row.step)
+        for at in range(sequence.at, len(records)):
+            if records[at].row.step != self.from_step:
+                break
+            if sequence.structures[at] == structure:
+                for passed in records[sequence.at : at]:
+                    self._count(passed, -1)
+                sequence.at = at
+                return True
+            if records[at].row.training:
+                break
+        return interned.floating
+
     def is_training(self, record: CallRecord) -> bool:
         """Whether a call is scored: it was flagged and its step came to its end (what follows the last
         step of a finished run is no training; in a broken-off one it is)."""
@@ -165,17 +226,26 @@ class Matcher:
 
     def missing(self) -> str:
         """The first recorded call that the program never made, in words; ``""`` if it made all."""
-        waiting = [lane for lane in self._lanes.values() if lane.at < len(lane.records)]
+        waiting = [record for lane in self._lanes.values() for record in self._left(lane)]
         if not waiting:
             return ""
-        first = min((lane.records[lane.at] for lane in waiting), key=lambda record: record.row.entry)
-        left = sum(len(lane.records) - lane.at for lane in waiting)
+        first = min(waiting, key=lambda record: record.row.entry)
+        left = len(waiting)
         site = first.signature.program_site or first.signature.site
         return (
             f"the program ended {left} calls early; the first one it did not make is "
             f"{describe(first.signature, self._groups.get(first.signature.group))} "
             f"(recorded at {site or 'an unknown place'})"
         )
+
+    def _left(self, lane: _Sequence) -> list[CallRecord]:
+        """The lane's records that the program should have made calls for, and has not."""
+        left = lane.records[lane.at :]
+        if self.from_step is None:
+            return left
+        # of a lane that the program never used since it started, those may be the checkpoint's saving
+        first = self.from_step if lane.begun else self.from_step + 1
+        return [record for record in left if record.row.step >= first]
 
     def _load(self, trace: RankTrace) -> None:
         by_signature: dict[int, tuple[Lane, int]] = {}
@@ -187,11 +257,14 @@ class Matcher:
             sequence = self._lanes.setdefault(known[0], _Sequence())
             sequence.records.append(call)
             sequence.structures.append(known[1])
-            if not self._is_past_window(call):
-                self.total += 1
-                is_training = self.is_training(call)
-                self.training_total += is_training
-                self.comparable += is_training and bool(call.row.in_addresses)
+            if not self._is_past_window(call) and not self.is_set_up(call.row.step):
+                self._count(call, 1)
+
+    def _count(self, call: CallRecord, by: int) -> None:
+        is_training = self.is_training(call)
+        self.total += by
+        self.training_total += by * is_training
+        self.comparable += by * (is_training and bool(call.row.in_addresses))
 
     def _is_past_window(self, record: CallRecord) -> bool:
         return self._window_end is not None and record.row.step >= self._window_end

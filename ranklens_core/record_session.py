@@ -88,6 +88,7 @@ class RecordSession:
         *,
         keep_values: bool,
         window: tuple[int, int | None] | None = None,
+        window_only: bool = False,
         overwrite: bool = False,
         every_input: bool = False,
         clock: Clock | None = None,
@@ -106,6 +107,7 @@ class RecordSession:
             local_rank=place.local_rank,
             has_values=keep_values,
             value_steps=window,
+            window_only=window_only,
             monotonic_ns=clock.now_ns(),
             realtime_ns=clock.realtime_ns(),
         )
@@ -124,11 +126,11 @@ class RecordSession:
         self._bypassed: set[str] = set()
         self._bypasses = Bypasses(self._bypass_used)
         signatures = Signatures(self._groups, Sites(TIMER_FILES), self._new_signature)
-        values = Values(keep_values, window, every_input=every_input)
+        values = Values(keep_values, window, window_only=window_only, every_input=every_input)
         self.recorder = Recorder(self.writer, signatures, self.steps, values, clock)
         self.writer.watch(self.recorder.activity)
         self._optimizer_steps = OptimizerSteps(self.steps)
-        self._printed = PrintedMetrics(self.writer.printed)
+        self._printed = PrintedMetrics(self.writer.printed, lambda: self.steps.index)
         self._reads = environment.VariableReads(self.writer.environment)
         self._interposer = install(self.recorder)
         before_exit(self._patches, self._last_words)

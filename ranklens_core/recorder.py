@@ -30,7 +30,7 @@ from ranklens_core.c10d.work import (
     wait_for,
 )
 from ranklens_core.clock import Clock
-from ranklens_core.schema import NO_PEER, CallRow, CompletionRow, Phase, Purpose, WaitRow
+from ranklens_core.schema import NO_PEER, NO_STEP, CallRow, CompletionRow, Phase, Purpose, WaitRow
 from ranklens_core.steps import Steps
 from ranklens_core.trace import TraceWriter, content_address
 
@@ -42,18 +42,27 @@ T = TypeVar("T")
 class Values:
     """Whose values are kept, and when: results up to the window's end, inputs inside it.
 
-    Results of the steps before the window are kept too: a replay starts with the program. ``every_input``
-    keeps those of calls that carry no floating-point numbers too.
+    Results of the steps before the window are kept too: a replay starts with the program. With
+    ``window_only`` they are not: it then starts from a checkpoint. Those of set-up are, which every start
+    goes through. ``every_input`` keeps the inputs of calls that carry no floating-point numbers too.
     """
 
     def __init__(
-        self, keep: bool, window: tuple[int, int | None] | None, *, every_input: bool = False
+        self,
+        keep: bool,
+        window: tuple[int, int | None] | None,
+        *,
+        window_only: bool = False,
+        every_input: bool = False,
     ) -> None:
         self.keep = keep
+        self._window_only = window_only
         self._every_input = every_input
         self.first, self.end = window or (NO_FIRST, None)
 
     def results(self, step: int) -> bool:
+        if self._window_only and NO_STEP < step < self.first:
+            return False
         return self.keep and (self.end is None or step < self.end)
 
     def inputs(self, step: int, interned: Interned) -> bool:

@@ -15,6 +15,7 @@ from ranklens_core.lone_rank import LoneRank
 from ranklens_core.matching import Matcher
 from ranklens_core.network_time import NetworkTime, check_world
 from ranklens_core.replayer import Replayer
+from ranklens_core.restart import check_restart
 from ranklens_core.schema import RankRecord
 from ranklens_core.step_meter import StepMeter
 from ranklens_core.task import OnMismatch, Result, Task
@@ -46,14 +47,19 @@ class ReplaySession(Judged):
         task: Task,
         *,
         on_mismatch: OnMismatch | None = None,
+        from_step: int | None = None,
         network: NetworkDescription | None = None,
         clock: Clock | None = None,
     ) -> None:
         """``network`` estimates the time of calls that were not recorded, and of all where the clock was
-        virtual (default: the recorded network); UsageError where the task needs one and none is known."""
+        virtual (default: the recorded network); UsageError where the task needs one and none is known.
+        ``from_step`` is the step that the program starts with, from its own checkpoint."""
         self.trace, self.task = trace, task
         self._rank_trace = trace.rank(rank)
         self.record: RankRecord = self._rank_trace.record
+        self._from_step = from_step
+        if from_step is not None:
+            check_restart(self.record, task, from_step)
         self._meter = StepMeter(task)
         self._network_time: NetworkTime | None = None
         self._on_mismatch = on_mismatch or task.on_mismatch
@@ -82,7 +88,9 @@ class ReplaySession(Judged):
                 task.result is Result.SYNTHESISED
                 or self._on_mismatch is OnMismatch.ESTIMATE
                 or not self.record.has_values
+                or from_step is not None
             ),
+            first_step=from_step or 0,
             on_step_begin=self._meter.begin,
             on_step_end=self._meter.end,
         )
@@ -92,6 +100,7 @@ class ReplaySession(Judged):
                 groups,
                 self._lone.sites,
                 stops=self._on_mismatch is OnMismatch.STOP,
+                from_step=from_step,
                 realigns=self._on_mismatch is OnMismatch.ESTIMATE,
                 keeps_window=task.result is Result.RECORDED and self._on_mismatch is not OnMismatch.ESTIMATE,
             )

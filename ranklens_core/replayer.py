@@ -177,9 +177,11 @@ class Replayer:
         """Whether the task takes other results than the recorded ones, and these were not kept (the call
         ended well) or are lost (the recording broke off, and the program goes on past that)."""
         assert self._trace is not None
+        completion = record.completion
+        if self._matcher is not None and self._matcher.is_set_up(self._steps.index):
+            return completion is None or len(completion.out_addresses) != len(call.outputs)
         if not self._task.falls_back:
             return False
-        completion = record.completion
         if completion is None or completion.error:
             goes_on = self._matcher is not None and self._matcher.realigns
             return goes_on and not was_survived(record, self._trace.record)
@@ -214,6 +216,13 @@ class Replayer:
                 f"but did not finish ({error})."
             )
         if len(completion.out_addresses) != len(call.outputs):
+            if trace.record.window_only and trace.record.value_steps:
+                first = trace.record.value_steps[0]
+                raise ValuesMissingError(
+                    f"The results of the steps before {first} were not kept (--window-only), here of "
+                    f"{describe(record.signature)} in step {record.row.step}. Start the program from its own "
+                    f"checkpoint of step {first}, by its own options, and replay with --from-step {first}."
+                )
             raise ValuesMissingError(
                 f"Rank {record.rank} was recorded without values: there is nothing to restore for "
                 f"{describe(record.signature)}. Record again with --payload {record.rank}, or ask for "

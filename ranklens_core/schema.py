@@ -191,10 +191,12 @@ class EnvironmentItem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Printed(msgspec.Struct, frozen=True, kw_only=True):
-    """A metric the program printed (``loss``, ``grad_norm``), by its text."""
+    """A metric the program printed (``loss``, ``grad_norm``), by its text; ``step`` is the one it was in,
+    which the optimizer's step of the one before has begun."""
 
     name: str
     text: str
+    step: int = NO_STEP
 
 
 class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,7 +206,8 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     stopped early, ``""`` if it did not. ``error`` is the exception that the program ended with
     (``Type: message``), raised at ``error_site``; both ``""`` without one. ``has_values`` is whether
     results were kept.
-    ``value_steps`` is the window ``(first, end)`` in which inputs can be compared, None for all.
+    ``value_steps`` is the window ``(first, end)`` in which inputs can be compared, None for all. With
+    ``window_only`` the results of the steps before it were not kept: a replay starts at its first step.
     ``monotonic_ns`` and ``realtime_ns`` were read together at the start: they tie the rank's
     clock to the wall clock.
     """
@@ -215,6 +218,7 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     local_rank: int
     has_values: bool
     value_steps: tuple[int, int | None] | None
+    window_only: bool = False
     complete: bool
     exit_status: int | None
     failure: str

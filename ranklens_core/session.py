@@ -26,6 +26,7 @@ def record(
     *,
     payload: str | bool = "all",
     steps: tuple[int, int | None] | None = None,
+    window_only: bool = False,
     program: Program | None = None,
     run: RunRecord | None = None,
     overwrite: bool = False,
@@ -35,7 +36,9 @@ def record(
     """Record the calls made inside the block, on this rank, into ``directory``.
 
     ``payload`` is ``"all"``, ``"none"`` or ``"R,R,..."``: the ranks whose values are kept. ``steps``
-    is the window ``(first, end)`` whose inputs can be compared later, ``every_input`` keeps those of calls
+    is the window ``(first, end)`` whose inputs can be compared later; with ``window_only`` the results of the
+    steps before it are not kept, and a replay starts from the program's own checkpoint (``from_step``).
+    ``every_input`` keeps the inputs of calls
     without floating-point numbers too. ``cores`` says where this rank's threads are to run.
     """
     place = RankEnvironment.from_environ(os.environ)
@@ -45,6 +48,7 @@ def record(
         place,
         keep_values=keeps_values(payload, place.rank),
         window=steps,
+        window_only=window_only,
         overwrite=overwrite,
         every_input=every_input,
         cores=cores,
@@ -77,6 +81,7 @@ def replay(
     task: str = "debug",
     *,
     on_mismatch: OnMismatch | str | None = None,
+    from_step: int | None = None,
     network: str | None = None,
     bandwidth: float = 1.0,
 ) -> Iterator[ReplaySession]:
@@ -84,7 +89,8 @@ def replay(
 
     ``task`` is one of ``ranklens replay --task``; ``on_mismatch`` (``"stop"``, ``"estimate"``,
     ``"report"``) is the task's own by default. ``network``, its bandwidth times ``bandwidth``, estimates the
-    time of what was not recorded. The CPU stand-in for CUDA is put in if the recording had it. Afterwards the
+    time of what was not recorded. ``from_step`` is the step that the block starts with, from a checkpoint of
+    its own. The CPU stand-in for CUDA is put in if the recording had it. Afterwards the
     process is as it was.
 
     Raises:
@@ -96,7 +102,9 @@ def replay(
     chosen = on_mismatch_named(on_mismatch) if on_mismatch is not None else None
     described = network_named(network, bandwidth)
     with open_trace(directory) as trace, cpu_cuda_context(trace.run.cpu_cuda):
-        session = ReplaySession(trace, rank, task_named(task), on_mismatch=chosen, network=described)
+        session = ReplaySession(
+            trace, rank, task_named(task), on_mismatch=chosen, from_step=from_step, network=described
+        )
         with _ended(session):
             yield session
 

@@ -42,6 +42,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int | None = None
     task: str = "debug"
     steps: str | None = None
+    window_only: bool = False
+    from_step: int | None = None
     payload: str | None = None
     network: str | None = None
     verdict: str | None = None
@@ -82,6 +84,13 @@ KEYS: dict[str, Key] = {
     "task": Key(", ".join(TASKS), "what the replay is for (default: debug)"),
     "steps": Key(
         'A:B with 0 <= A < B, or "A:"', "keep inputs to compare in these steps only, and results up to B"
+    ),
+    "window_only": Key(
+        "true or false",
+        "keep no results of the steps before `steps`: they are replayed from the program's own checkpoint",
+    ),
+    "from_step": Key(
+        "a step, 0 or more", "the step that the program starts a replay with, from its own checkpoint"
     ),
     "payload": Key("all, none or ranks like 0,5", "whose results are kept while recording"),
     "network": Key(

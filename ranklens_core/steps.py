@@ -19,12 +19,16 @@ from ranklens_core.schema import NO_STEP, Phase, Step
 
 class Steps:
     """The step the program is in. ``on_begin`` is told once that set-up is over, ``on_end`` of every
-    finished step."""
+    finished step. ``first`` is the number of the first: a program that goes on from a checkpoint has made the
+    steps before it in another life."""
 
-    def __init__(self, clock: Clock, on_begin: Callable[[], None], on_end: Callable[[Step], None]) -> None:
+    def __init__(
+        self, clock: Clock, on_begin: Callable[[], None], on_end: Callable[[Step], None], first: int = 0
+    ) -> None:
         self._clock = clock
         self._on_begin = on_begin
         self._on_end = on_end
+        self._first = first
         self._begin_ns = 0
         self.claimed = False
         self.index = NO_STEP
@@ -39,7 +43,7 @@ class Steps:
         """The first step begins, if none has. Later ones begin where the previous ended."""
         if self.phase is Phase.SETUP:
             self.phase = Phase.STEP
-            self.index = 0
+            self.index = self._first
             self._begin_ns = self._clock.now_ns()
             self._on_begin()
 

@@ -338,7 +338,7 @@ def test_a_word_before_os_exit_and_none_in_a_forked_child(tmp_path: Path) -> Non
 
 def test_no_standard_output_is_nothing_to_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
-    watching = PrintedMetrics(lambda _: pytest.fail("nothing was printed"))
+    watching = PrintedMetrics(lambda _: pytest.fail("nothing was printed"), lambda: 0)
     watching.remove()
     assert sys.stdout is None
 

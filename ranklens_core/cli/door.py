@@ -89,6 +89,7 @@ def _record(settings: Settings, program: Program, spelling: Spelling, *, cpu: bo
         Path(settings.trace),
         settings.payload,
         settings.window,
+        window_only=settings.window_only,
         cpu=cpu,
         overwrite=settings.overwrite,
     )
@@ -109,6 +110,7 @@ def _replay(settings: Settings, program: Program, spelling: Spelling, *, cpu: bo
         directory,
         settings.rank,
         settings.task,
+        from_step=settings.from_step,
         cpu=cpu,
         verdict_file=Path(settings.verdict) if settings.verdict else None,
     )

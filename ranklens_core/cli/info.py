@@ -64,6 +64,7 @@ def summarise(trace: Trace, directory: Path) -> dict[str, Any]:
         "ranks_complete": sum(record.complete for record in ranks.values()),
         "ranks_with_values": [rank for rank, record in ranks.items() if record.has_values],
         "value_steps": first.value_steps if first else None,
+        "window_only": first.window_only if first else False,
         "bytes": sum(file.stat().st_size for file in directory.rglob("*") if file.is_file()),
         "calls": sum(calls.values()),
         "training_calls": training,
@@ -162,7 +163,10 @@ def _values(summary: dict[str, Any]) -> str:
         return whose
     first, end = window
     until = "the end" if end is None else f"step {end}"
-    before = f"; steps before {first} kept so that a replay can get there" if first else ""
+    if summary["window_only"]:
+        before = f"; no results of the steps before: replay with --from-step {first}, from its checkpoint"
+    else:
+        before = f"; steps before {first} kept so that a replay can get there" if first else ""
     return f"{whose}; inputs compared from step {first} to {until}{before}"
 
 

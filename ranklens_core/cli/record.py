@@ -50,6 +50,12 @@ if TYPE_CHECKING:
     help="Keep inputs to compare in these steps only, and results up to B.",
 )
 @click.option(
+    "--window-only",
+    is_flag=True,
+    help="With --steps A:B: keep no results of the steps before A. A replay then starts the program from its "
+    "own checkpoint of step A (replay --from-step A).",
+)
+@click.option(
     "--payload", metavar="all|none|R,...", help="Ranks whose results are kept (default with --nproc: all)."
 )
 @click.option("--pin", is_flag=True, help="With --nproc: keep each rank on a core of its own (in turn).")
@@ -77,6 +83,7 @@ def command(
     overwrite: bool,
     nproc: int | None,
     steps: tuple[int, int | None] | None,
+    window_only: bool,
     payload: str | None,
     pin: bool,
     clock: str,
@@ -97,6 +104,8 @@ def command(
     from ranklens_core.program import Program
     from ranklens_core.timing.network import network_named
 
+    if window_only and not (steps and steps[0]):
+        raise UsageError("--window-only is for a window that begins later: say --steps A:B with A above 0.")
     parsed = Program.parse(program)
     timing = timing_of(clock, network_named(network, bandwidth), own_core, nproc, pin=pin)
     fix_hash_seed()
@@ -107,6 +116,7 @@ def command(
             nproc,
             "all" if payload is None else payload,
             steps,
+            window_only=window_only,
             pin=pin,
             cpu=cpu,
             overwrite=overwrite,
@@ -118,7 +128,16 @@ def command(
                 "Whose values shall be kept? Say --payload all, none or ranks like 0,5 (all of a large job "
                 "can be many gigabytes)."
             )
-        status = record_this_rank(parsed, out, payload, steps, cpu=cpu, overwrite=overwrite, timing=timing)
+        status = record_this_rank(
+            parsed,
+            out,
+            payload,
+            steps,
+            window_only=window_only,
+            cpu=cpu,
+            overwrite=overwrite,
+            timing=timing,
+        )
     sys.exit(status)
 
 
@@ -129,6 +148,7 @@ def record_local(
     payload: str,
     steps: tuple[int, int | None] | None,
     *,
+    window_only: bool = False,
     pin: bool,
     cpu: bool,
     overwrite: bool,
@@ -168,7 +188,7 @@ def record_local(
         if pin:
             cores = sorted(os.sched_getaffinity(0))
             os.sched_setaffinity(0, {cores[rank % len(cores)]})
-        return _run_recorded(program, directory, payload, steps, run, plan=plan)
+        return _run_recorded(program, directory, payload, steps, run, window_only=window_only, plan=plan)
 
     with cpu_cuda_context(cpu_cuda), plan.kept_awake() if plan else nullcontext():
         result = run_local(
@@ -206,6 +226,7 @@ def record_this_rank(
     payload: str,
     steps: tuple[int, int | None] | None,
     *,
+    window_only: bool = False,
     cpu: bool,
     overwrite: bool,
     timing: Timing = WALL_TIME,
@@ -223,7 +244,9 @@ def record_this_rank(
         describe_run(program, place.world_size, cpu_cuda=cpu_cuda, run_id=run_id_of(os.environ))
     )
     with cpu_cuda_context(cpu_cuda):
-        return _run_recorded(program, out.absolute(), payload, steps, run, overwrite=overwrite)
+        return _run_recorded(
+            program, out.absolute(), payload, steps, run, window_only=window_only, overwrite=overwrite
+        )
 
 
 def _run_recorded(
@@ -233,12 +256,21 @@ def _run_recorded(
     steps: tuple[int, int | None] | None,
     run: RunRecord,
     *,
+    window_only: bool = False,
     overwrite: bool = False,
     plan: CorePlan | None = None,
 ) -> int:
     from ranklens_core.session import record
 
-    with record(directory, payload=payload, steps=steps, run=run, overwrite=overwrite, cores=plan):
+    with record(
+        directory,
+        payload=payload,
+        steps=steps,
+        window_only=window_only,
+        run=run,
+        overwrite=overwrite,
+        cores=plan,
+    ):
         program.run()
     return 0
 

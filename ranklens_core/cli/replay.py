@@ -40,6 +40,12 @@ DEFAULT_TASK = "debug"
     type=click.Choice(["stop", "estimate", "report"]),
     help="What to do with a call that is not the recorded one (default: the task's).",
 )
+@click.option(
+    "--from-step",
+    type=click.IntRange(min=0),
+    metavar="A",
+    help="The program starts with step A, from its own checkpoint (give it the options that load that).",
+)
 @click.option("--pdb", is_flag=True, help="Stop in pdb where an error is raised.")
 @network_option
 @bandwidth_option
@@ -51,6 +57,7 @@ def command(
     rank: int,
     task: str,
     on_mismatch: str | None,
+    from_step: int | None,
     pdb: bool,
     network: str | None,
     bandwidth: float,
@@ -73,6 +80,7 @@ def command(
         rank,
         task,
         on_mismatch=on_mismatch,
+        from_step=from_step,
         pdb=pdb,
         cpu=cpu,
         verdict_file=verdict,
@@ -89,6 +97,7 @@ def replay_program(
     task: str,
     *,
     on_mismatch: str | None = None,
+    from_step: int | None = None,
     pdb: bool = False,
     cpu: bool = False,
     verdict_file: Path | None = None,
@@ -112,6 +121,7 @@ def replay_program(
     again = ["ranklens", "replay", str(directory), "--rank", str(rank)]
     again += ["--task", task] if task != DEFAULT_TASK else []
     again += ["--on-mismatch", on_mismatch] if on_mismatch else []
+    again += ["--from-step", str(from_step)] if from_step is not None else []
     again += ["--network", network] if network else []
     again += ["--bandwidth", f"{bandwidth:g}"] if bandwidth != 1.0 else []
     again += ["--pdb"]
@@ -122,6 +132,7 @@ def replay_program(
             rank,
             chosen,
             on_mismatch=OnMismatch(on_mismatch) if on_mismatch else None,
+            from_step=from_step,
             network=described,
         ),
         cpu_cuda=wants_cpu_cuda(cpu, guess_preimports(program)) or trace.run.cpu_cuda,

@@ -17,6 +17,7 @@ class RankHeader(msgspec.Struct, frozen=True, kw_only=True):
     local_rank: int
     has_values: bool
     value_steps: tuple[int, int | None] | None
+    window_only: bool = False
     monotonic_ns: int
     realtime_ns: int
 

@@ -32,6 +32,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--save", metavar="DIR", help="save a checkpoint there before --save-step")
+    parser.add_argument("--save-step", type=int, default=1)
+    parser.add_argument("--load", metavar="DIR", help="go on from the checkpoint there")
     parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -92,7 +95,15 @@ def main() -> None:
         model = LanguageModel(args)
     engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
     data = batches(args)
-    for step in range(args.steps):
+    first = 0
+    if args.load:
+        _, state = engine.load_checkpoint(args.load)
+        first = state["step"]
+        for _ in range(first * args.gradient_accumulation_steps):  # those are trained on
+            next(data)
+    for step in range(first, args.steps):
+        if args.save and step == args.save_step:
+            engine.save_checkpoint(args.save, client_state={"step": step})
         for _ in range(args.gradient_accumulation_steps):
             tokens = next(data).to(engine.device)
             loss = engine(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())

@@ -12,11 +12,12 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -57,6 +58,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--save", metavar="DIR", help="save a checkpoint there before --save-step")
+    parser.add_argument("--save-step", type=int, default=1)
+    parser.add_argument("--load", metavar="DIR", help="go on from the checkpoint there")
     return parser.parse_args()
 
 
@@ -141,6 +145,33 @@ def batches(args: argparse.Namespace) -> Iterator[torch.Tensor]:
         yield tokens
 
 
+def sharded_state(
+    chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, *, loading: bool
+) -> dict[str, Any]:
+    """What Megatron's distributed checkpoint is to save or to load."""
+    parts = {f"model{index}": chunk.module.sharded_state_dict() for index, chunk in enumerate(chunks)}
+    model = {key: value for part in parts.values() for key, value in part.items()}
+    sharding = {"distrib_optim_sharding_type": "dp_reshardable"}
+    return {**parts, "optimizer": optimizer.sharded_state_dict(model, is_loading=loading, metadata=sharding)}
+
+
+def save(path: Path, step: int, chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
+    """Save the state before ``step``."""
+    if dist.get_rank() == 0:
+        path.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    dist_checkpointing.save({**sharded_state(chunks, optimizer, loading=False), "step": step}, str(path))
+
+
+def load(path: Path, chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> int:
+    """Load what ``save`` saved; the step to go on with."""
+    state = dist_checkpointing.load({**sharded_state(chunks, optimizer, loading=True), "step": 0}, str(path))
+    for index, chunk in enumerate(chunks):
+        chunk.module.load_state_dict(state[f"model{index}"])
+    optimizer.load_state_dict(state["optimizer"])
+    return int(state["step"])
+
+
 def forward_step(
     data: Iterator[torch.Tensor], model: torch.nn.Module
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
@@ -177,7 +208,15 @@ def main() -> None:
     optimizer = build_optimizer(args, config, chunks)
     forward_backward = get_forward_backward_func()
     data = [batches(args) for _ in chunks]  # every chunk reads the same batches in its own time
-    for step in range(args.steps):
+    first = 0
+    if args.load:
+        first = load(Path(args.load), chunks, optimizer)
+        for read in data:
+            for _ in range(first * args.num_microbatches):  # those are trained on
+                next(read)
+    for step in range(first, args.steps):
+        if args.save and step == args.save_step:
+            save(Path(args.save), step, chunks, optimizer)
         for chunk in chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
