@@ -61,6 +61,7 @@ class EmulateSession(Judged):
             backend=None,
             clock=pausable,
             makes_up=True,
+            loads_alone=True,
             on_step_begin=self._meter.begin,
             on_step_end=self._meter.end,
         )

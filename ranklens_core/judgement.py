@@ -36,6 +36,14 @@ SHOWN_VERSIONS = {"deepspeed": "deepspeed", "megatron-core": "megatron", "torch"
 """Distribution -> the framework that must be in use for its version to be shown."""
 
 
+OTHER_START = (
+    "a process that goes on from a checkpoint may communicate otherwise in its first step than one that "
+    "has long been running: DeepSpeed ZeRO-3 fetches parameters one by one until it has seen a whole step. "
+    "Record the job that goes on from the checkpoint, for a few steps, and replay that from its start."
+)
+"""What a mismatch in the step that a program starts with may be."""
+
+
 class Judged:
     """A session that ends with a verdict."""
 
@@ -59,7 +67,9 @@ def judge(
     """Status and message. ``error`` is what ended the program, None for its own end."""
     fatal = replayer.fatal or (error if isinstance(error, RankLensError) else None)
     if isinstance(fatal, StructureMismatchError):
-        return Status.STRUCTURE_MISMATCH, "" if matcher and matcher.first_mismatch else str(fatal)
+        if matcher is None or matcher.first_mismatch is None:
+            return Status.STRUCTURE_MISMATCH, str(fatal)
+        return Status.STRUCTURE_MISMATCH, OTHER_START if matcher.from_step == replayer.step else ""
     if fatal is not None:
         by_exit = {5: Status.TRACE_ENDED, 6: Status.UNSUPPORTED, 2: Status.USAGE}
         return by_exit[fatal.exit_status], str(fatal)

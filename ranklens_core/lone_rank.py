@@ -24,6 +24,7 @@ from ranklens_core.c10d.world import OneRankWorld, let_fake_groups_coalesce
 from ranklens_core.clock import Clock
 from ranklens_core.errors import UnsupportedError
 from ranklens_core.leaving import before_exec
+from ranklens_core.load_alone import load_alone
 from ranklens_core.patches import Patches
 from ranklens_core.place import check_place
 from ranklens_core.printed import PrintedMetrics
@@ -41,7 +42,8 @@ class LoneRank:
     ``local_world_size`` is how many ranks the job has on this rank's host; ``backend`` is the real
     job's, None if the program is the first to say it. ``makes_up`` says that results will be made up: then
     fresh buffers are zero, and frameworks compare this rank with itself where they compare ranks.
-    ``first_step`` is the number of the program's first step.
+    With ``loads_alone`` distributed checkpoints are loaded without asking peers. ``first_step`` is the number
+    of the program's first step.
     ``on_step_begin`` is told that the first step begins, ``on_step_end`` that one
     is over. ``refused`` is the error of what the program did that nobody can stand in for (wait for a peer's
     word in a Store, replace itself), also where it caught that error. Raises ``UsageError`` if the
@@ -58,6 +60,7 @@ class LoneRank:
         backend: str | None,
         clock: Clock,
         makes_up: bool = False,
+        loads_alone: bool = False,
         first_step: int = 0,
         on_step_end: Callable[[Step], None],
         on_step_begin: Callable[[], None] = lambda: None,
@@ -90,6 +93,8 @@ class LoneRank:
             self.patches.on_undo(self.adapters.remove)
             self.bypasses = Bypasses(refuse)
             self.patches.on_undo(self.bypasses.remove)
+            if loads_alone:
+                load_alone(self.patches)
             self.signatures = Signatures(self.groups, None, lambda _: None)
         except BaseException:
             self.undo()

@@ -211,9 +211,9 @@ class Matcher:
             if records[at].row.step != self.from_step:
                 break
             if sequence.structures[at] == structure:
-                for passed in records[sequence.at : at]:
-                    self._count(passed, -1)
                 sequence.at = at
+                if self._is_optional(records[at]):
+                    self._count(records[at])
                 return True
             if records[at].row.training:
                 break
@@ -243,9 +243,9 @@ class Matcher:
         left = lane.records[lane.at :]
         if self.from_step is None:
             return left
-        # of a lane that the program never used since it started, those may be the checkpoint's saving
-        first = self.from_step if lane.begun else self.from_step + 1
-        return [record for record in left if record.row.step >= first]
+        return [
+            record for record in left if record.row.step >= self.from_step and not self._is_optional(record)
+        ]
 
     def _load(self, trace: RankTrace) -> None:
         by_signature: dict[int, tuple[Lane, int]] = {}
@@ -257,14 +257,18 @@ class Matcher:
             sequence = self._lanes.setdefault(known[0], _Sequence())
             sequence.records.append(call)
             sequence.structures.append(known[1])
-            if not self._is_past_window(call) and not self.is_set_up(call.row.step):
-                self._count(call, 1)
+            if not (self._is_past_window(call) or self.is_set_up(call.row.step) or self._is_optional(call)):
+                self._count(call)
 
-    def _count(self, call: CallRecord, by: int) -> None:
+    def _is_optional(self, call: CallRecord) -> bool:
+        """Whether a program that starts with the call's step may not make it."""
+        return call.row.step == self.from_step and not call.row.training
+
+    def _count(self, call: CallRecord) -> None:
         is_training = self.is_training(call)
-        self.total += by
-        self.training_total += by * is_training
-        self.comparable += by * (is_training and bool(call.row.in_addresses))
+        self.total += 1
+        self.training_total += is_training
+        self.comparable += is_training and bool(call.row.in_addresses)
 
     def _is_past_window(self, record: CallRecord) -> bool:
         return self._window_end is not None and record.row.step >= self._window_end

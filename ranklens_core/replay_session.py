@@ -90,6 +90,7 @@ class ReplaySession(Judged):
                 or not self.record.has_values
                 or from_step is not None
             ),
+            loads_alone=from_step is not None,
             first_step=from_step or 0,
             on_step_begin=self._meter.begin,
             on_step_end=self._meter.end,

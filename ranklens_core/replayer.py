@@ -78,6 +78,11 @@ class Replayer:
         self.replayed = 0
         self.fatal: RankLensError | None = None
 
+    @property
+    def step(self) -> int:
+        """The step the program is in."""
+        return self._steps.index
+
     def handle(self, call: Call, proceed: Proceed) -> Work | None:
         """Answer ``call``; ``proceed`` is never used: there is nobody to talk to."""
         if self.fatal is not None:

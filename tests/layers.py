@@ -24,6 +24,7 @@ FLOORS: list[list[str]] = [
         "start_over",
         "configs_dir",
         "import_hook",
+        "load_alone",
     ],
     ["trace", "c10d", "steps"],
     ["completion", "timing", "check"],

@@ -163,12 +163,34 @@ def save(path: Path, step: int, chunks: list[DistributedDataParallel], optimizer
     dist_checkpointing.save({**sharded_state(chunks, optimizer, loading=False), "step": step}, str(path))
 
 
+def make_adam_state(adam: torch.optim.Optimizer) -> None:
+    """Give torch's Adam, which makes its state at its first step, what Megatron reads before it loads."""
+    if not isinstance(adam, torch.optim.Adam):
+        return
+    for group in adam.param_groups:
+        for parameter in group["params"]:
+            adam.state[parameter] = {
+                "step": torch.zeros(()),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+
+@torch.no_grad()
 def load(path: Path, chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> int:
     """Load what ``save`` saved; the step to go on with."""
+    adams = [inner.optimizer for inner in getattr(optimizer, "chained_optimizers", [optimizer])]
+    for adam in adams:
+        make_adam_state(adam)
     state = dist_checkpointing.load({**sharded_state(chunks, optimizer, loading=True), "step": 0}, str(path))
     for index, chunk in enumerate(chunks):
         chunk.module.load_state_dict(state[f"model{index}"])
     optimizer.load_state_dict(state["optimizer"])
+    for adam in adams:
+        for group in adam.param_groups:
+            for parameter in group["params"]:
+                # Megatron (0.16.1) leaves it at 0, and the same tensor for all parameters
+                adam.state[parameter]["step"] = torch.tensor(float(group["step"]))
     return int(state["step"])
 
 
