@@ -36,9 +36,10 @@ def test_the_peak_of_each_step(run_cli: RunCli, tmp_path: Path) -> None:
     memory = json.loads((tmp_path / "v.json").read_text())["memory"]
     peaks = [step["peak_bytes"] for step in memory["steps"]]
     assert [step["index"] for step in memory["steps"]] == [0, 1, 2, 3]
-    # step 1 takes 96 MiB more than its neighbours; what it leaves behind is small
-    assert peaks[1] - peaks[0] > 90 * MIB
-    assert peaks[1] - peaks[3] > 90 * MIB
+    # Step 1 takes 96 MiB more than its neighbours. Resident memory counts the allocator's leavings
+    # and libraries first touched in a step too: ten-odd MiB on a busy machine.
+    assert peaks[1] - peaks[0] > 72 * MIB
+    assert peaks[1] - peaks[3] > 72 * MIB
     assert memory["counter"] == "resident"
     assert memory["own_values_bytes"] == 4 * MIB
     assert memory["own_tables_bytes"] < 16 * MIB
